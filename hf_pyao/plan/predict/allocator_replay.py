@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy
 
 from hf_pyao.plan.hardware.caching_allocator import (
+    LARGE_BUFFER_BYTES,
     MIN_BLOCK_BYTES,
+    SMALL_BUFFER_BYTES,
+    SMALL_BYTES,
     AllocatorSettings,
     CachingAllocator,
     DeviceFullError,
@@ -232,6 +235,10 @@ class StepMemory:
         self, case: _Case, settings: AllocatorSettings, limit_bytes: float
     ) -> tuple[Reserved, bool]:
         """Return what is reserved, and whether the limit made no difference."""
+        if settings.expandable_segments and math.isinf(settings.max_split_bytes):
+            found = self._expandable(case)
+            if found.reserved_bytes <= limit_bytes:
+                return found, True
         allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
         num_retries = 0
         try:
@@ -259,8 +266,30 @@ class StepMemory:
             num_retries <= MOST_RETRIES,
         ), is_unbound or math.isinf(limit_bytes)
 
+    def _expandable(self, case: _Case) -> Reserved:
+        """Return what expandable segments come to where nothing is given back.
 
-class _Events(NamedTuple):
+        Then each pool has one segment, that ends in what is not mapped. A request is served by the
+        smallest hole that holds it, or else at the end, whatever is mapped there already. What a
+        step adds to a segment without holes is thus the same whatever lies below, and segments
+        have no holes between steps: weights and states are not freed.
+        """
+        residents, states = _by_pool(self._residents), _by_pool(self._states)
+        freed = _by_pool(case.freed_before)
+        later = states + self._last.extents
+        most = residents + numpy.maximum(freed, numpy.maximum(case.first.extents, later))
+        pages = numpy.array((SMALL_BUFFER_BYTES, LARGE_BUFFER_BYTES))
+        later_bytes = max(case.first.most_bytes, int(states.sum()) + self._last.most_bytes)
+        return Reserved(
+            int(residents.sum()) + max(int(freed.sum()), later_bytes),
+            int((-(-most // pages) * pages).sum()),
+            0,
+            True,
+        )
+
+
+@dataclass(frozen=True)
+class _Events:
     """What a step allocates and frees."""
 
     events: tuple[int, ...]
@@ -268,6 +297,14 @@ class _Events(NamedTuple):
     end. A tuple, which the garbage collector does not walk through."""
     most_bytes: int
     """Most bytes that are asked for at once, each request rounded up."""
+
+    @cached_property
+    def extents(self) -> numpy.ndarray:
+        """What is added to expandable segments of small and of large blocks, in bytes."""
+        settings = AllocatorSettings(expandable_segments=True)
+        allocator = CachingAllocator(settings, page_bytes=MIN_BLOCK_BYTES)
+        allocator.run(self.events)
+        return numpy.array([pool.reserved_bytes for pool in allocator.pools()])
 
 
 class _Case(NamedTuple):
@@ -302,6 +339,13 @@ def _requests(trace: Trace) -> _Events:
     is_left = is_made.copy()
     is_left[before] = False
     return _Events((*events[is_there].tolist(), *(~numbers[is_left]).tolist()), most_bytes)
+
+
+def _by_pool(sizes: Sequence[int]) -> numpy.ndarray:
+    """Return how many bytes of requests go to the small and to the large pool."""
+    requests = [rounded(nbytes) for nbytes in sizes]
+    small_bytes = sum(each for each in requests if each <= SMALL_BYTES)
+    return numpy.array((small_bytes, sum(requests) - small_bytes))
 
 
 def _states(residents: Sequence[int], nbytes: int) -> list[int]:

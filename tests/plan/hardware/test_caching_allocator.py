@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from hf_pyao.plan.hardware.caching_allocator import (
     DeviceFullError,
     segment_bytes,
 )
+from tests.helpers.plain_allocator import PlainAllocator, Range
 
 KIB = 2**10
 MIB = 2**20
@@ -331,6 +333,47 @@ def test_a_limit_at_the_peak_changes_nothing(
     bound = run(free.peak_reserved_bytes)
     assert bound.peak_reserved_bytes == free.peak_reserved_bytes
     assert (bound.peak_allocated_bytes, bound.num_retries) == (free.peak_allocated_bytes, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sampled(every=1)
+def test_each_event_is_served_as_by_a_plain_allocator(seed: int) -> None:
+    draw = Random(seed)
+    how = AllocatorSettings(
+        expandable_segments=seed % 2 == 1,
+        max_split_bytes=draw.choice([math.inf, math.inf, 20 * MIB, 40 * MIB]),
+        max_non_split_rounding_bytes=draw.choice([MIB, 20 * MIB]),
+    )
+    limit = draw.choice([math.inf, 100, 200, 400]) * MIB
+    device = CachingAllocator(how, limit_bytes=limit)
+    plain = PlainAllocator(
+        limit,
+        expandable=how.expandable_segments,
+        max_split=how.max_split_bytes,
+        max_rounding=how.max_non_split_rounding_bytes,
+    )
+    sizes = [draw.randrange(draw.choice([4 * KIB, 2 * MIB, 80 * MIB])) for _ in range(8)]
+    most_live = draw.randint(2, 30)
+    live: list[tuple[Block, Range]] = []
+    for _ in range(200):
+        if live and draw.random() < len(live) / (2 * most_live):
+            block, same = live.pop(draw.randrange(len(live)))
+            device.free(block)
+            plain.free(same)
+        else:
+            nbytes, stream = draw.choice(sizes), int(draw.random() < 0.1)
+            try:
+                expected = plain.allocate(nbytes, stream)
+            except MemoryError:
+                with pytest.raises(DeviceFullError):
+                    device.allocate(nbytes, stream)
+            else:
+                live.append((device.allocate(nbytes, stream), expected))
+        assert device.num_retries == plain.num_retries
+        assert (device.allocated_bytes, device.reserved_bytes) == (plain.allocated, plain.reserved)
+        assert [block.size for block, _ in live] == [same.size for _, same in live]
+    assert device.peak_allocated_bytes == plain.peak_allocated
+    assert device.peak_reserved_bytes == plain.peak_reserved
 
 
 # ---- PYTORCH_CUDA_ALLOC_CONF --------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -29,6 +31,7 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.ways import WAYS
+from tests.helpers.plain_allocator import PlainAllocator
 
 MIB = 2**20
 DEFAULT = AllocatorSettings()
@@ -300,3 +303,83 @@ def test_what_is_not_replayed_again_would_have_said_the_same(settings: Allocator
             num_short += not found.fits
     assert num_short > 10
     assert num_given_back or settings.expandable_segments
+
+
+def reserved_by_a_plain_allocator(
+    program: StepProgram,
+    steps: list[Prediction],
+    freed_before: Sequence[int],
+    settings: AllocatorSettings,
+    limit: float,
+) -> tuple[int, int, int, bool]:
+    """Return the fields of ``Reserved``, where each step is replayed event by event."""
+    device = PlainAllocator(
+        limit, expandable=settings.expandable_segments, max_split=settings.max_split_bytes
+    )
+    weights = [each.nbytes for each in program.residents]
+    states = program.resident_bytes - sum(weights)
+    retries = 0
+    try:
+        for nbytes in weights:
+            device.allocate(nbytes)
+        for block in [device.allocate(nbytes) for nbytes in freed_before]:
+            device.free(block)
+        for number, step in enumerate(steps):
+            before, peak, live = device.num_retries, device.peak_reserved, {}
+            for key, nbytes in step.memory:
+                if nbytes == FREED:
+                    device.free(live.pop(key))
+                else:
+                    live[key] = device.allocate(nbytes)
+            for block in live.values():
+                device.free(block)
+            retries = device.num_retries - before
+            if number == 0:
+                for nbytes in weights:
+                    device.allocate(nbytes * states // sum(weights))
+            elif not retries and device.peak_reserved == peak:
+                break
+    except MemoryError:
+        return device.peak_allocated, device.peak_reserved, retries, False
+    fits = retries <= allocator_replay.MOST_RETRIES
+    return device.peak_allocated, device.peak_reserved, retries, fits
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "settings", [DEFAULT, EXPANDABLE, AllocatorSettings(max_split_bytes=2**25)]
+)
+@pytest.mark.sampled(every=1)
+def test_replays_come_to_what_a_plain_allocator_reserves(
+    settings: AllocatorSettings, seed: int
+) -> None:
+    draw = Random(seed)
+    weights = (draw.choice([20, 600]), 0.7, 7, draw.choice([0.3, 44]))
+    late, early = [], []
+    for start in range(50):
+        mib = draw.choice([0.2, 3, 15, 40]) * draw.random()
+        lengths = sorted((draw.randint(1, 25), draw.randint(1, 25)))
+        late.append((mib, start, start + lengths[1]))
+        early.append((mib, start, start + lengths[draw.random() < 0.7]))
+    if seed % 2:  # also where the first step takes more
+        late, early = early, late
+    program, first = (made_up(each, weights=weights, states=20) for each in (late, early))
+    tied = Resident(OUTSIDE, weights[0] * MIB, num_names=2)
+    program = replace(program, residents=(tied, *program.residents[1:]))
+    predictions = [predict(each, [], window_bytes=0) for each in (program, first)]
+    predictions[0] = replace(predictions[0], offloaded_bytes=1)
+    memory = StepMemory(program, predictions[0], lambda: predictions[1], settings)
+    unbound = max(memory._replay(each, settings, math.inf)[0][1] for each in memory._cases)
+    found, expected = [], []
+    for freed in ((), (tied.nbytes,)):
+        for prediction in predictions:
+            case = memory._cases[len(found) // 5]
+            for share in (math.inf, 1, 0.98, 0.9, 0.6):
+                limit = share * unbound
+                steps = [prediction, predictions[0], predictions[0]]
+                found.append(memory._replay(case, settings, limit)[0])
+                expected.append(
+                    reserved_by_a_plain_allocator(program, steps, freed, settings, limit)
+                )
+    assert found == expected
+    assert len({each.fits for each in found}) == 2
