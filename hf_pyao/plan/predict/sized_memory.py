@@ -59,9 +59,9 @@ class SizedMemory:
             each.under(settings).fits(limit_bytes) for each in self._plans
         )
 
-    def needed_within(self, limit_bytes: float, settings: AllocatorSettings) -> int:
+    def needed_about(self, limit_bytes: float, settings: AllocatorSettings) -> int:
         """Return about what is needed, above *limit_bytes* if no plan fits."""
-        needed_bytes = self._first_fitting(limit_bytes, settings).needed_within(limit_bytes)
+        needed_bytes = self._first_fitting(limit_bytes, settings).needed_about(limit_bytes)
         return max(needed_bytes, self._later_bytes)
 
     def reserved_about(self, limit_bytes: float, settings: AllocatorSettings) -> int:
@@ -120,5 +120,5 @@ class NeededAt:
         beyond_bytes = self.share * peak_bytes - limit_bytes
         fits = memory.fits(limit_bytes, self._settings)
         if fits != (beyond_bytes <= 0) or (fits and beyond_bytes > -NEAR * limit_bytes):
-            self.share = memory.needed_within(limit_bytes, self._settings) / peak_bytes
+            self.share = memory.needed_about(limit_bytes, self._settings) / peak_bytes
         return int(self.share * peak_bytes)

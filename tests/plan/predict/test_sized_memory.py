@@ -25,7 +25,7 @@ class MadeUpMemory:
     def fits(self, limit_bytes: float, settings: AllocatorSettings) -> bool:
         return self.needed_bytes <= limit_bytes
 
-    def needed_within(self, limit_bytes: float, settings: AllocatorSettings) -> int:
+    def needed_about(self, limit_bytes: float, settings: AllocatorSettings) -> int:
         self.num_replayed += 1
         return self.needed_bytes
 
