@@ -11,16 +11,15 @@ same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from hf_pyao.model.fake_cuda.plain_results import PLAIN_RESULTS
 
 _ATEN: Any = torch.ops.aten
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 _WITH_META_KERNELS = frozenset(
     {
@@ -56,7 +55,6 @@ _WITH_META_KERNELS = frozenset(
         _ATEN.embedding.default,
         _ATEN.embedding_dense_backward.default,
         _ATEN.index.Tensor,
-        _ATEN.mm.default,
         _ATEN.new_empty.default,
         _ATEN.new_empty_strided.default,
         _ATEN.new_ones.default,
@@ -77,6 +75,11 @@ _FACTORIES = frozenset(
 )
 """Operations that make a tensor of none, and whose kernels for the meta device are fast."""
 
+_TAKES_LISTS = frozenset({_ATEN.cat.default, _ATEN.index.Tensor, _ATEN.index_put_.default})
+"""Operations with tensors in lists."""
+
+_ANSWERED = frozenset({*PLAIN_RESULTS, *_WITH_META_KERNELS, *_FACTORIES})
+
 
 def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what *func* returns of fake tensors; None if it is to be run as ever.
@@ -86,39 +89,45 @@ def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args: of the operation.
         kwargs: of the operation.
     """
-    work_out = PLAIN_RESULTS.get(func)
-    if work_out is None and func not in _WITH_META_KERNELS:
-        return _made(func, args, kwargs) if func in _FACTORIES else None
-    first: FakeTensor | None = None
-    for each in _given(args, kwargs):
+    if func not in _ANSWERED:
+        return None
+    if func in _FACTORIES:
+        return _made(func, args, kwargs)
+    mode = device = None
+    for each in _tensors_among(func, args, kwargs):
         if type(each) is not FakeTensor or each.constant is not None:
             return None
-        if first is None:
-            first = each
-        elif first.fake_mode is not each.fake_mode or first.fake_device != each.fake_device:
+        if mode is None:
+            mode, device = each.fake_mode, each.fake_device
+        elif mode is not each.fake_mode or device != each.fake_device:
             return None
-    if first is None or not _is_plain(first.fake_mode):
+    if mode is None or device is None or not _is_plain(mode):
         return None
-    mode, device = first.fake_mode, first.fake_device
-    asked = kwargs.get("device")
+    asked = kwargs.get("device") if kwargs else None
     if asked is not None:
         if asked != device:
             return None
         kwargs = {**kwargs, "device": None}
-    with in_kernel_invocation_manager(mode):
-        found = func(*args, **kwargs) if work_out is None else work_out(*args, **kwargs)
+    work_out = PLAIN_RESULTS.get(func)
+    if work_out is not None:
+        with torch._C._DisableTorchDispatch():
+            found = work_out(*args, **kwargs)
+    else:
+        with in_kernel_invocation_manager(mode):
+            found = func(*args, **kwargs)
     if isinstance(found, tuple):
         return tuple(_faked(each, mode, device) for each in found)
     return _faked(found, mode, device)
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operation, those in lists too."""
-    for each in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif type(each) is list:
-            yield from (item for item in each if isinstance(item, torch.Tensor))
+def _tensors_among(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of an operation, those in lists too."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    found = [each for each in given if isinstance(each, torch.Tensor)]
+    if func in _TAKES_LISTS:
+        lists = (each for each in args if isinstance(each, list | tuple))
+        found += [item for each in lists for item in each if isinstance(item, torch.Tensor)]
+    return found
 
 
 def _is_plain(mode: FakeTensorMode) -> bool:
@@ -127,7 +136,7 @@ def _is_plain(mode: FakeTensorMode) -> bool:
 
 def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a factory makes in the mode that is active."""
-    mode = active_fake_mode()
+    mode: Any = torch._C._get_dispatch_mode(_FAKE)
     device = torch.device(kwargs.get("device") or "cpu")
     is_strided = kwargs.get("layout") in (None, torch.strided)
     if mode is None or not _is_plain(mode) or device.type == "meta" or not is_strided:

@@ -146,6 +146,8 @@ def workspace_of(call: KernelCall | None, settings: KernelSettings) -> int:
     return 0 if call is None else sum(parts_of(call, settings).values())
 
 
+_NAMES = frozenset({EMBEDDING, FOUR_BIT, *EIGHT_BIT, REDUCE_SCATTER, *ATTENTION})
+
 # ---- calls -------------------------------------------------------------------------------------
 
 
@@ -158,6 +160,8 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kern
         kwargs: its keyword arguments.
     """
     name = func._overloadpacket.__name__
+    if name not in _NAMES:
+        return None
     is_product = func.namespace == "bitsandbytes" and name in (FOUR_BIT, *EIGHT_BIT)
     is_known = func.namespace == "aten" and (name == EMBEDDING or name in ATTENTION)
     if func.namespace == "c10d" and name == REDUCE_SCATTER:

@@ -21,6 +21,7 @@ from hf_pyao.plan.step.step_program import Collective, Operation
 _GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
 _REDUCES = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 _SUMS = ("allreduce_", "allreduce_coalesced_")
+_NAMES = frozenset({*_GATHERS, *_REDUCES, *_SUMS})
 
 _NAMESPACE = "c10d"
 
@@ -32,16 +33,14 @@ def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
         func: the overload that was called.
         args: its arguments: what it writes and what it reads are first, in this order.
     """
-    if func.namespace != _NAMESPACE:
-        return None
     name = func._overloadpacket.__name__
+    if name not in _NAMES or func.namespace != _NAMESPACE:
+        return None
     if name in _SUMS:  # a reduce-scatter and an all-gather
         return Collective(2 * _nbytes(args[0]), is_gather=False)
     if name in _GATHERS:
         return Collective(max(0, _nbytes(args[0]) - _nbytes(args[1])), is_gather=True)
-    if name in _REDUCES:
-        return Collective(max(0, _nbytes(args[1]) - _nbytes(args[0])), is_gather=False)
-    return None
+    return Collective(max(0, _nbytes(args[1]) - _nbytes(args[0])), is_gather=False)
 
 
 class CollectiveWaits:
