@@ -26,6 +26,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
+from hf_pyao.model.tiles.mlp_proof import Proofs
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.policies.by_name import make_policy
@@ -119,6 +120,7 @@ def record_fake_step(
     layers: Sequence[str] = (),
     is_whole: bool = False,
     must_run_again: bool = False,
+    proofs: Proofs | None = None,
 ) -> tuple[RecordedStep, int]:
     """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
 
@@ -133,6 +135,7 @@ def record_fake_step(
         is_whole: run all layers, also where some stand for others. They are run too where the
             step fails without (a model that takes the hidden states of a certain layer).
         must_run_again: with segments, each layer has to take part.
+        proofs: what is known of equal MLPs from other steps of the model; None: nothing.
 
     Raises:
         ConfigError: the head is not one that the chunked loss understands.
@@ -174,7 +177,7 @@ def record_fake_step(
         engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
         lifecycle = make_lifecycle(engine, found, levers)
         installed = InstalledParts()
-        installed.put_on(model, found, lifecycle, levers)
+        installed.put_on(model, found, lifecycle, levers, proofs=proofs)
         try:
             lifecycle.install()
             with few_parts(recorder):

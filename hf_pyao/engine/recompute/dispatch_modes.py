@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,8 @@ _FLAGS = (
     "_is_in_any_mode_without_ignore_compile_internals",
 )
 """Names of the flags; older releases of torch have not all of them."""
+
+_DEVICE = torch.ops.prim.device.default
 
 current_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 """Returns the mode that was entered last; None if none is on."""
@@ -58,6 +61,19 @@ def restore_flags_of_modes(flags: dict[str, bool]) -> None:
     )
     if tell_compiler is not None and _FLAGS[-1] in flags:
         tell_compiler(flags[_FLAGS[-1]])
+
+
+def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
+    """Return the device of a fake tensor that an operation asks for; None if it does not.
+
+    torch's C++ code asks thousands of times in a step: a mode need not pass that on.
+    """
+    if func is not _DEVICE:
+        return None
+    (tensor,) = args
+    if not isinstance(tensor, FakeTensor) or tensor.fake_mode.in_kernel_invocation:
+        return None
+    return tensor.fake_device
 
 
 class RemovableMode(TorchDispatchMode):

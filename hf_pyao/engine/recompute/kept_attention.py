@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hf_pyao.engine.recompute.dispatch_modes import RemovableMode
+from hf_pyao.engine.recompute.dispatch_modes import RemovableMode, device_asked_for
 from hf_pyao.engine.recompute.one_kernel import KernelWatcher
 from hf_pyao.engine.recompute.operations import Rule, Rules
 from hf_pyao.engine.runtime.saved_tensor import Handle
@@ -109,6 +109,9 @@ class _AttentionMode(RemovableMode, KernelWatcher):  # type: ignore[no-untyped-c
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run *func*, or what stands in its place."""
+        device = device_asked_for(func, args)
+        if device is not None:
+            return device
         kwargs = kwargs or {}
         rule = self._rules[func]
         if rule.takes_tensor and args and isinstance(args[0], bool | int | float | complex):

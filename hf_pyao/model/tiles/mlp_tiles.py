@@ -31,7 +31,11 @@ _MOST_REASONS = 3
 
 
 def install_mlp_tiles(
-    model: nn.Module, found: FoundLayers, tiles: int | str, second_runs: SecondRuns | None = None
+    model: nn.Module,
+    found: FoundLayers,
+    tiles: int | str,
+    second_runs: SecondRuns | None = None,
+    proofs: Proofs | None = None,
 ) -> MLPTiles:
     """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
 
@@ -40,13 +44,14 @@ def install_mlp_tiles(
         found: its layers.
         tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
         second_runs: says in which forwards the tiles that run again are checked; None: in none.
+        proofs: what is known of equal MLPs already; None: nothing.
 
     Returns:
         The handle; its ``uninstall`` gives the modules their methods back.
     """
     handle = MLPTiles(class_name(model), tiles, second_runs)
     try:
-        handle.install(model, found)
+        handle.install(model, found, proofs or Proofs())
     except BaseException:
         handle.uninstall()
         raise
@@ -76,9 +81,8 @@ class MLPTiles:
         self._left: dict[str, list[str]] = {}
         self._exchanged: list[tuple[weakref.ref[nn.Module], str, Part]] = []
 
-    def install(self, model: nn.Module, found: FoundLayers) -> None:
+    def install(self, model: nn.Module, found: FoundLayers, proofs: Proofs) -> None:
         """Exchange the methods of what may run in tiles. Called once."""
-        proofs = Proofs()
         is_whole = is_compiled_whole(model)
         weight_bytes = 0
         for mlp in find_mlps(found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +38,17 @@ def cost_of(
         inputs: all tensors among the arguments.
         outputs: all tensors among the results; an operation in place returns what it has written.
     """
-    if func.is_view or func._overloadpacket in _FREE or is_question(func):
+    facts = _facts_of(func)
+    if facts.is_free:
         return None
     outputs = [*outputs]
     flops = _flops_of(func, args, kwargs, result, outputs)
-    if flops and _is_causal(func, args, kwargs):
-        flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
-    overwritten = _overwritten_by(func, args, kwargs)
+    if flops and facts.causal_at is not None:
+        position = facts.causal_at
+        # Kernels skip the half of the scores that is masked; formulas count it.
+        if args[position] if position < len(args) else kwargs.get("is_causal", False):
+            flops /= 2
+    overwritten = _overwritten_by(func, facts, args, kwargs)
     read = {id(each): each for each in inputs if id(each) not in overwritten}
     moved = (*read.values(), *outputs)
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in moved))
@@ -56,10 +61,10 @@ def _flops_of(
     result: Any,
     outputs: Sequence[torch.Tensor],
 ) -> float:
-    left = 0 if func.name() in _QUANTISED_PRODUCTS else _LEFT.get(func._overloadpacket)
-    if left is not None:
-        return 2.0 * outputs[0].numel() * int(args[left].shape[-1])
-    if func._overloadpacket.__name__ in _GROUPED_PRODUCTS:
+    facts = _facts_of(func)
+    if facts.left is not None:
+        return 2.0 * outputs[0].numel() * int(args[facts.left].shape[-1])
+    if facts.is_grouped:
         return _grouped_flops(*args[:2])
     count = flop_registry.get(func._overloadpacket)
     if count is None:
@@ -96,26 +101,54 @@ def dequantisation_bytes(func: Any, args: tuple[Any, ...]) -> int:
     return int(packed.nbytes + 2 * math.prod(shape) * rows.itemsize)
 
 
-def _overwritten_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def _overwritten_by(
+    func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[int]:
     """Return the ids of the arguments that an operation writes and does not read."""
-    overwritten = _overwritten_arguments(func)
-    if not overwritten:
+    if not facts.overwritten:
         return set()
     written: set[int] = set()
     read: set[int] = set()
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        (written if position in overwritten else read).add(id(given))
+        (written if position in facts.overwritten else read).add(id(given))
     return written - read
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What never changes of an operation."""
+
+    is_question: bool
+    is_free: bool
+    """True if it runs no kernel."""
+    left: int | None
+    """Which argument of a product of matrices is the left one, whose rows are summed over."""
+    is_grouped: bool
+    overwritten: frozenset[int]
+    """Positions of the arguments that it writes without reading them."""
+    causal_at: int | None
+    """Position of its ``is_causal``."""
+
+
 @functools.cache
-def _overwritten_arguments(func: Any) -> frozenset[int]:
-    """Return the positions of the arguments that an operation writes without reading them."""
-    return frozenset(
-        position
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.is_out or (not position and func._overloadpacket in _OVERWRITING)
+def _facts_of(func: Any) -> _Facts:
+    packet, arguments = func._overloadpacket, func._schema.arguments
+    name = packet.__name__
+    is_mark = func.namespace in ("prim", "profiler")
+    is_question = is_mark or name.startswith("sym_") or name == "_fused_sdp_choice"
+    names = [argument.name for argument in arguments]
+    return _Facts(
+        is_question=is_question,
+        is_free=is_question or func.is_view or packet in _FREE,
+        left=0 if func.name() in _QUANTISED_PRODUCTS else _LEFT.get(packet),
+        is_grouped=name in _GROUPED_PRODUCTS,
+        overwritten=frozenset(
+            position
+            for position, argument in enumerate(arguments)
+            if argument.is_out or (not position and packet in _OVERWRITING)
+        ),
+        causal_at=names.index("is_causal") if "is_causal" in names else None,
     )
 
 
@@ -136,27 +169,12 @@ def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    position = _position_of_causal(func)
-    if position is None:
-        return False
-    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
-
-
-@functools.cache
-def _position_of_causal(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
-
-
 def is_question(func: Any) -> bool:
     """Say whether an operation computes nothing, and modes see it all the same.
 
     It asks about tensors, such as their device, or marks a range for a profiler.
     """
-    name = func._overloadpacket.__name__
-    is_mark = func.namespace in ("prim", "profiler")
-    return bool(is_mark or name.startswith("sym_") or name == "_fused_sdp_choice")
+    return _facts_of(func).is_question
 
 
 _QUANTISED_PRODUCTS = frozenset(

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.stores.store import Buffer, HostUse, Layout, QueuedCopy, Store
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
@@ -21,8 +22,6 @@ from hf_pyao.plan.step.step_recorder import StepRecorder
 
 RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
 """Settings of :class:`~hf_pyao.PyAOConfig` under which a step is recorded."""
-
-_DEVICE = torch.ops.prim.device.default
 
 
 class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,10 +45,9 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation and record it."""
-        if func is _DEVICE:  # asked thousands of times in a step
-            (tensor,) = args
-            if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
-                return tensor.fake_device
+        device = device_asked_for(func, args)
+        if device is not None:
+            return device
         return self._recorder.see(func, args, kwargs or {})
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
+from hf_pyao.engine.recompute.dispatch_modes import current_mode
 from hf_pyao.engine.recompute.operations import unannotated_writes
 from hf_pyao.engine.runtime.observer import Observer, Result
 from hf_pyao.engine.runtime.policy import Decision
@@ -48,6 +48,8 @@ from hf_pyao.plan.step.weight_reads import StreamableTensors
 
 NUM_PACKED_LAYERS = 2
 """Layers of which every saved tensor is noted, those that were saved before too."""
+
+_SLICE = torch.ops.aten.slice.Tensor
 
 STEP = 4
 """Which argument of a slice is its step: how many elements it has is rounded up."""
@@ -218,11 +220,11 @@ class StepRecorder(Observer):
         """Run an operation and record it."""
         if self.is_paused or is_question(func):
             return func(*args, **kwargs)
-        if func is torch.ops.aten.slice.Tensor and len(args) > STEP and args[STEP] > 1:
+        if func is _SLICE and len(args) > STEP and args[STEP] > 1:
             self._loops[Loop(args[0].shape[args[1]], args[STEP])] = None
         self._storages.sweep(self.now)
         result = self._run(func, args, kwargs)
-        inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(result)]
+        inputs, outputs = [*tensors_in(args), *tensors_in(kwargs)], [*tensors_in(result)]
         cost = cost_of(func, args, kwargs, result, inputs, outputs)
         self._enter_head()
         self._storages.note_gathered(inputs)
@@ -259,7 +261,7 @@ class StepRecorder(Observer):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation; it is not dispatched again if the next mode knows what it returns."""
-        at_once = getattr(_get_current_dispatch_mode(), "at_once", None)
+        at_once = getattr(current_mode(), "at_once", None)
         result = None if at_once is None else at_once(func, args, kwargs)
         if result is not None:
             return result

@@ -98,6 +98,7 @@ def recorded_step(
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
         must_run_again=must_run_again,
+        proofs=None if training.kept is None else training.kept.proofs,
     )
     if levers.head_loss == "chunked" and not num_chunks:
         raise ConfigError(

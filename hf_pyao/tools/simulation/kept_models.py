@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_pyao.model.tiles.mlp_proof import Proofs
+
 
 class KeptModels:
     """Keeps models with the mode that their tensors belong to.
@@ -23,6 +25,8 @@ class KeptModels:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[nn.Module, FakeTensorMode]] = {}
+        self.proofs = Proofs()
+        """What is known of their MLPs."""
 
     @contextmanager
     def model(
