@@ -119,7 +119,7 @@ class Block:
 
     __slots__ = ("address", "key", "next", "pool", "previous", "size")
 
-    def __init__(
+    def put(
         self,
         address: int,
         size: int,
@@ -127,7 +127,7 @@ class Block:
         key: int = 0,
         previous: Block | None = None,
         following: Block | None = None,
-    ) -> None:
+    ) -> Block:
         self.address = address
         self.size = size
         self.pool = pool
@@ -139,6 +139,7 @@ class Block:
             previous.next = self
         if following is not None:
             following.previous = self
+        return self
 
     @property
     def is_free(self) -> bool:
@@ -178,6 +179,13 @@ class _Pool:
         pool.is_mapped = False
         return pool
 
+    def insert(self, block: Block) -> None:
+        """Put a block in, as it is."""
+        block.key = (block.size << _ADDRESS_BITS) + block.address
+        at = bisect_left(self.keys, block.key)
+        self.keys.insert(at, block.key)
+        self.blocks.insert(at, block)
+
     def remove(self, block: Block) -> None:
         at = bisect_left(self.keys, block.key)
         del self.keys[at], self.blocks[at]
@@ -189,17 +197,19 @@ class _Pool:
 
         Of an expandable segment, a block counts with what it can grow to.
         """
-        settings, blocks = self.settings, self.blocks
-        if settings.expandable_segments:
-            grows_to = _can_grow_to(blocks[at])
-            while at + 1 < len(blocks) and _can_grow_to(blocks[at + 1]) < grows_to:
-                at += 1
-                grows_to = _can_grow_to(blocks[at])
-        most, held = settings.max_split_bytes, blocks[at].size
-        if size < most <= held:
-            return len(blocks)
-        if size >= most and held >= size + settings.max_non_split_rounding_bytes:
-            return len(blocks)
+        blocks, most = self.blocks, self.settings.max_split_bytes
+        grows_to = _can_grow_to(blocks[at])
+        while grows_to > blocks[at].size and at + 1 < len(blocks):
+            others = _can_grow_to(blocks[at + 1])
+            if others >= grows_to:
+                break
+            at, grows_to = at + 1, others
+        if most != math.inf:
+            held = blocks[at].size
+            if size < most <= held:
+                return len(blocks)
+            if size >= most and held >= size + self.settings.max_non_split_rounding_bytes:
+                return len(blocks)
         return at
 
 
@@ -230,6 +240,7 @@ class CachingAllocator:
         """How often cached segments were given back since a request did not fit otherwise."""
         self._page_bytes = page_bytes
         self._pools: dict[int, tuple[_Pool, _Pool]] = {}
+        self._spare: list[Block] = []
         self._next_address = LARGE_BUFFER_BYTES
 
     def reset_peaks(self) -> None:
@@ -268,17 +279,17 @@ class CachingAllocator:
             DeviceFullError: one does not fit.
         """
         small, large = self.pools(stream)
-        is_plain = not self.settings.expandable_segments and math.isinf(
-            self.settings.max_split_bytes
-        )
+        settings = self.settings
+        is_special = settings.expandable_segments or settings.max_split_bytes != math.inf
         allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
         blocks = [] if blocks is None else blocks
+        spare = self._spare
         for size in events:
             if size > 0:
                 pool = small if size <= SMALL_BYTES else large  # get_pool
                 keys = pool.keys
                 at = bisect_left(keys, size << _ADDRESS_BITS)  # get_free_block
-                if not is_plain and at < len(keys):
+                if is_special and at < len(keys):
                     at = pool.best(at, size)
                 if at == len(keys):
                     self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
@@ -292,7 +303,8 @@ class CachingAllocator:
                     address = block.address + size
                     key = (rest << _ADDRESS_BITS) + address
                     block.size = size
-                    part = Block(address, rest, pool, key, block, block.next)
+                    part = spare.pop() if spare else Block()
+                    part.put(address, rest, pool, key, block, block.next)
                     if at and key < keys[at - 1]:
                         del keys[at], pool.blocks[at]
                         at = bisect_left(keys, key, 0, at)
@@ -317,6 +329,7 @@ class CachingAllocator:
                 if other is not None and other.key and other.pool is pool:  # try_merge_blocks
                     at = bisect_left(keys, other.key)
                     size += other.size
+                    spare.append(other)
                     block.next = other = other.next
                     if other is not None:
                         other.previous = block
@@ -326,6 +339,7 @@ class CachingAllocator:
                         del keys[at], pool.blocks[at]
                     at = bisect_left(keys, other.key)
                     size += other.size
+                    spare.append(other)
                     block.address = other.address
                     block.previous = other = other.previous
                     if other is not None:
@@ -401,10 +415,10 @@ class CachingAllocator:
         return self._new_range(pool, nbytes)
 
     def _new_range(self, pool: _Pool, nbytes: int) -> Block:
-        block = Block(self._next_address, nbytes, pool)
+        block = Block().put(self._next_address, nbytes, pool)
         pages = -(-nbytes // LARGE_BUFFER_BYTES)
         self._next_address += (pages + 1) * LARGE_BUFFER_BYTES  # aligned, and not beside another
-        self._set_free(block, pool)
+        pool.insert(block)
         return block
 
     def _count_reserved(self, pool: _Pool, nbytes: int) -> None:
@@ -517,11 +531,11 @@ def _cut(block: Block, size: int) -> Block:
     """Cut *block*, which is in no pool, down to *size*; return the rest behind it."""
     rest_bytes = block.size - size
     block.size = size
-    return Block(block.address + size, rest_bytes, block.pool, 0, block, block.next)
+    return Block().put(block.address + size, rest_bytes, block.pool, 0, block, block.next)
 
 
 def _can_grow_to(block: Block) -> int:
     following = block.next
-    if following is None or following.pool.is_mapped:
+    if following is None or following.pool is block.pool:
         return block.size
     return block.size + following.size

@@ -91,10 +91,12 @@ class StepMemory:
     ) -> None:
         self.settings = settings
         self.peak_bytes = late.peak_bytes
-        self._residents = [each.nbytes for each in program.residents]
-        self._tied = [each.nbytes for each in program.residents for _ in range(each.num_names - 1)]
-        rest_bytes = program.resident_bytes - sum(self._residents)
-        self._states = _states(self._residents, rest_bytes)
+        weights = [each.nbytes for each in program.residents]
+        states = _states(weights, program.resident_bytes - sum(weights))
+        tied = [each.nbytes for each in program.residents for _ in range(each.num_names - 1)]
+        self._residents, self._states, self._tied = (
+            [rounded(nbytes) for nbytes in sizes] for sizes in (weights, states, tied)
+        )
         self._late = late
         self._early = early if late.offloaded_bytes else None
         self._known: dict[float, Reserved] = {}
@@ -167,8 +169,8 @@ class StepMemory:
 
     def _requested_bytes(self, case: _Case) -> int:
         """Return the most bytes that are asked for at once."""
-        later_bytes = sum(map(rounded, self._states)) + self._last.most_bytes
-        return sum(map(rounded, self._residents)) + max(later_bytes, case.first.most_bytes)
+        later_bytes = sum(self._states) + self._last.most_bytes
+        return sum(self._residents) + max(later_bytes, case.first.most_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -265,15 +267,15 @@ class StepMemory:
         allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
         num_retries = 0
         try:
-            allocator.run(map(rounded, self._residents))
-            sizes = [rounded(nbytes) for nbytes in case.freed_before]
-            allocator.run([*sizes, *(~number for number in range(len(sizes)))])
+            allocator.run(self._residents)
+            freed = case.freed_before
+            allocator.run([*freed, *(~number for number in range(len(freed)))])
             for number in range(NUM_STEPS):
                 before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
                 allocator.run((self._last if number else case.first).events)
                 num_retries = allocator.num_retries - before
                 if number == 0:
-                    allocator.run(map(rounded, self._states))
+                    allocator.run(self._states)
                 elif not num_retries and allocator.peak_reserved_bytes == reserved:
                     break  # the next one would find the same
         except DeviceFullError:
@@ -302,9 +304,9 @@ class StepMemory:
         later = states + self._last.extents
         most = residents + numpy.maximum(freed, numpy.maximum(case.first.extents, later))
         pages = numpy.array((SMALL_BUFFER_BYTES, LARGE_BUFFER_BYTES))
-        later_bytes = max(case.first.most_bytes, int(states.sum()) + self._last.most_bytes)
+        freed_bytes = sum(self._residents) + sum(case.freed_before)
         return Reserved(
-            int(residents.sum()) + max(int(freed.sum()), later_bytes),
+            max(freed_bytes, self._requested_bytes(case)),
             int((-(-most // pages) * pages).sum()),
             0,
             True,
@@ -336,7 +338,7 @@ class _Case(NamedTuple):
     first: _Events
     """The first step."""
     freed_before: Sequence[int]
-    """What was allocated behind the weights, in bytes, and freed before the first step."""
+    """What was allocated behind the weights, in rounded bytes, and freed before the first step."""
 
 
 def _requests(trace: Trace) -> _Events:
@@ -365,10 +367,9 @@ def _requests(trace: Trace) -> _Events:
 
 
 def _by_pool(sizes: Sequence[int]) -> numpy.ndarray:
-    """Return how many bytes of requests go to the small and to the large pool."""
-    requests = [rounded(nbytes) for nbytes in sizes]
-    small_bytes = sum(each for each in requests if each <= SMALL_BYTES)
-    return numpy.array((small_bytes, sum(requests) - small_bytes))
+    """Return how many bytes of rounded requests go to the small and to the large pool."""
+    small_bytes = sum(nbytes for nbytes in sizes if nbytes <= SMALL_BYTES)
+    return numpy.array((small_bytes, sum(sizes) - small_bytes))
 
 
 def _states(residents: Sequence[int], nbytes: int) -> list[int]:

@@ -362,7 +362,7 @@ def test_replays_come_to_what_a_plain_allocator_reserves(
         mib = draw.choice([0.2, 3, 15, 40]) * draw.random()
         lengths = sorted((draw.randint(1, 25), draw.randint(1, 25)))
         late.append((mib, start, start + lengths[1]))
-        early.append((mib, start, start + lengths[draw.random() < 0.7]))
+        early.append((mib, start, start + lengths[draw.random() < 0.4]))
     if seed % 2:  # also where the first step takes more
         late, early = early, late
     program, first = (made_up(each, weights=weights, states=20) for each in (late, early))
