@@ -7,7 +7,7 @@ graphs' private pools, sharing between processes, memory fractions with their ga
 ``roundup_power2_divisions``, and blocks that ``record_stream`` holds back: hf_pyao orders its
 copies by events and never calls it.
 
-Nothing is allocated. An event takes a few microseconds.
+Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _bad_setting(name: str, value: str, expected: str) -> ConfigError:
 class Block:
     """A range of addresses: allocated, free, or (in an expandable segment) without memory.
 
-    Made between two neighbours of the same segment, at lower and at higher addresses.
+    The allocator uses it again for other addresses after it was freed and merged into another.
     """
 
     __slots__ = ("address", "key", "next", "pool", "previous", "size")
@@ -128,6 +128,7 @@ class Block:
         previous: Block | None = None,
         following: Block | None = None,
     ) -> Block:
+        """Put it between two neighbours of the same segment, at lower and at higher addresses."""
         self.address = address
         self.size = size
         self.pool = pool
@@ -241,6 +242,7 @@ class CachingAllocator:
         self._page_bytes = page_bytes
         self._pools: dict[int, tuple[_Pool, _Pool]] = {}
         self._spare: list[Block] = []
+        """Those that merged into others, to be used again: making an object takes longer."""
         self._next_address = LARGE_BUFFER_BYTES
 
     def reset_peaks(self) -> None:
