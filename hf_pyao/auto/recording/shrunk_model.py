@@ -81,8 +81,8 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
         sorted(
             (name, repr(value))
             for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) or value is None
-            if not name.startswith("_") and not name.endswith(("idx", "index", "layer_id"))
+            if name[0] != "_" and not name.endswith(("idx", "index", "layer_id"))
+            if value is None or isinstance(value, bool | int | float | str)
         )
     )
 

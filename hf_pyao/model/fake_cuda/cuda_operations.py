@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.engine.codecs import bitmask, grouped
+from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.model.attention import kernels as group_kernels
 from hf_pyao.model.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
@@ -112,6 +113,9 @@ class _ResultsOfCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        device = device_asked_for(func, args)
+        if device is not None:
+            return device
         kwargs = kwargs or {}
         quick = quick_result(func, args, kwargs)
         if quick is not None:

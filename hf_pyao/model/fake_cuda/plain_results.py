@@ -6,6 +6,7 @@ Each function takes the arguments of its operations: fake tensors, with dispatch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,18 +17,15 @@ _ATEN: Any = torch.ops.aten
 # ---- element by element ------------------------------------------------------------------------
 
 
-def _broadcast(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    shape: tuple[int, ...] = tensors[0].shape
-    for other in tensors[1:]:
-        if other.shape == shape:
-            continue
-        short, long = sorted((shape, other.shape), key=len)
-        pairs = zip(reversed(short), reversed(long), strict=False)
-        if all(size in (full, 1) for size, full in pairs):
-            shape = long
-        else:
-            shape = torch.broadcast_shapes(short, long)  # type: ignore[no-untyped-call]
-    return shape
+def _broadcast(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
+    """Return the shape of both together; raise what torch raises if they do not fit."""
+    if len(first) < len(second):
+        first, second = second, first
+    lead = len(first) - len(second)
+    pairs = [*zip(first[lead:], second, strict=True)]
+    if not all(one == other or 1 in (one, other) for one, other in pairs):
+        torch.broadcast_shapes(first, second)  # type: ignore[no-untyped-call]
+    return (*first[:lead], *(other if one == 1 else one for one, other in pairs))
 
 
 def _combined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
@@ -37,11 +35,20 @@ def _combined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tens
     has strides that leave no choice (``aten/src/ATen/TensorIterator.cpp``, ``reorder_dimensions``).
     """
     first = tensors[0]
-    shape = first.shape if len(tensors) == 1 else _broadcast(tensors)
+    shape: Sequence[int] = first.shape
+    for each in tensors[1:]:
+        if each.shape != shape:
+            shape = _broadcast(shape, each.shape)
     if all(each.is_contiguous() for each in tensors):
         return torch.empty(shape, dtype=dtype, device="meta")
+    if first.shape != shape:
+        return None
     strides = first.stride()
-    if first.shape != shape or 0 in strides or len({*strides}) < len(strides):
+    if len(tensors) == 1 and 0 in strides:  # an expanded dimension stays where it is
+        steps = [stride for stride in strides if stride]
+        in_order = all(one > other for one, other in itertools.pairwise(steps))
+        return torch.empty(shape, dtype=dtype, device="meta") if in_order else None
+    if 0 in strides or len({*strides}) < len(strides):
         return None
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
     return torch.empty_permuted(shape, order, dtype=dtype, device="meta")
@@ -186,6 +193,43 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
 
 
+def _new(
+    tensor: torch.Tensor,
+    size: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor | None:
+    dtype = dtype or tensor.dtype
+    if layout not in (None, torch.strided) or pin_memory:
+        return None
+    if stride is None:
+        return torch.empty(size, dtype=dtype, device="meta")
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def _new_strided(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], **options: Any
+) -> torch.Tensor | None:
+    return _new(tensor, size, stride=stride, **options)
+
+
+def _attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, ...] | None:
+    grads = [_combined((each,), each.dtype) for each in (query, key, value)]
+    made = tuple(each for each in grads if each is not None)
+    return made if len(made) == len(grads) else None
+
+
 def _layer_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -302,6 +346,11 @@ PLAIN_RESULTS: dict[Any, Callable[..., Any]] = {
     **{comparison.Scalar: _compared for comparison in _COMPARISONS},
     **dict.fromkeys((_ATEN.bitwise_and.Tensor, _ATEN.bitwise_or.Tensor), _either),
     **dict.fromkeys((_ATEN.mean.dim, _ATEN.sum.default, _ATEN.sum.dim_IntList), _reduced),
+    **dict.fromkeys(
+        (_ATEN.new_empty.default, _ATEN.new_ones.default, _ATEN.new_zeros.default), _new
+    ),
+    _ATEN.new_empty_strided.default: _new_strided,
+    _ATEN._scaled_dot_product_flash_attention_backward.default: _attention_backward,
     _ATEN._log_softmax.default: _log_softmax,
     _ATEN._log_softmax.out: _into(_log_softmax),
     _ATEN._log_softmax_backward_data.default: _log_softmax_backward,

@@ -47,7 +47,6 @@ _WITH_META_KERNELS = frozenset(
         _ATEN.zero_.default,
         # New tensors.
         _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_backward.default,
         _ATEN._to_copy.default,
         _ATEN.bmm.default,
         _ATEN.clone.default,
@@ -55,10 +54,6 @@ _WITH_META_KERNELS = frozenset(
         _ATEN.embedding.default,
         _ATEN.embedding_dense_backward.default,
         _ATEN.index.Tensor,
-        _ATEN.new_empty.default,
-        _ATEN.new_empty_strided.default,
-        _ATEN.new_ones.default,
-        _ATEN.new_zeros.default,
     }
 )
 """Operations whose kernels for the meta device are fast, and return what they return everywhere."""
@@ -74,6 +69,9 @@ _FACTORIES = frozenset(
     }
 )
 """Operations that make a tensor of none, and whose kernels for the meta device are fast."""
+
+_FILLED = frozenset({_ATEN.ones.default, _ATEN.zeros.default})
+"""Those of them that make what ``empty`` makes, but for its values."""
 
 _TAKES_LISTS = frozenset({_ATEN.cat.default, _ATEN.index.Tensor, _ATEN.index_put_.default})
 """Operations with tensors in lists."""
@@ -141,6 +139,8 @@ def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_strided = kwargs.get("layout") in (None, torch.strided)
     if mode is None or not _is_plain(mode) or device.type == "meta" or not is_strided:
         return None
+    if func in _FILLED:
+        func = _ATEN.empty.memory_format
     with in_kernel_invocation_manager(mode):
         found = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
     return new_fake(found, mode, device)

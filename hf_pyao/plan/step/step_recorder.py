@@ -224,7 +224,8 @@ class StepRecorder(Observer):
             self._loops[Loop(args[0].shape[args[1]], args[STEP])] = None
         self._storages.sweep(self.now)
         result = self._run(func, args, kwargs)
-        inputs, outputs = [*tensors_in(args), *tensors_in(kwargs)], [*tensors_in(result)]
+        inputs = [*tensors_in((*args, *kwargs.values()) if kwargs else args)]
+        outputs = [result] if isinstance(result, torch.Tensor) else [*tensors_in(result)]
         cost = cost_of(func, args, kwargs, result, inputs, outputs)
         self._enter_head()
         self._storages.note_gathered(inputs)

@@ -179,16 +179,25 @@ class _Stretch:
         for number, buffer in enumerate(self.program.buffers):
             recorded = self._number_of_segment(buffer.birth)
             segment = self.program.segments[recorded]
+            end = self._number_of_segment(buffer.death)
             for layer in self._copies_of(segment.layer):
                 birth = self.starts[recorded, layer] + buffer.birth - segment.start
                 self.numbers[number, layer] = len(found)
-                found.append(Buffer(buffer.nbytes, birth, self._death(buffer, recorded, layer)))
+                death = self._death(buffer, end, recorded, layer)
+                found.append(Buffer(buffer.nbytes, birth, death))
         return found
 
-    def _death(self, buffer: Buffer, birth_segment: int, birth_layer: int) -> int:
+    def _death(self, buffer: Buffer, recorded: int, birth_segment: int, birth_layer: int) -> int:
+        """Return when the copy of *buffer* dies that is made in a layer.
+
+        Args:
+            buffer: of the recorded program.
+            recorded: the segment in which it dies.
+            birth_segment: the one in which it is made.
+            birth_layer: the layer of the stretched program.
+        """
         if buffer.death >= self.program.num_operations:
             return len(self.operations)
-        recorded = self._number_of_segment(buffer.death)
         segment = self.program.segments[recorded]
         offset = buffer.death - segment.start
         born = self.program.segments[birth_segment]

@@ -160,6 +160,8 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]
     "multiply": lambda x: (aten.mul.Tensor, (x, 0.5), {}),
     "multiply complex": lambda x: (aten.mul.Tensor, (x, 1j), {}),
     "divide": lambda x: (aten.div.Tensor, (x, x), {}),
+    "divide expanded": lambda x: (aten.div.Scalar, (x[..., :1].expand(*x.shape[:-1], 3), 2), {}),
+    "negate expanded": lambda x: (aten.neg.default, (x[:1].expand(3, *x.shape[1:]),), {}),
     "negate": lambda x: (aten.neg.default, (x,), {}),
     "subtract": lambda x: (aten.sub.Tensor, (x, x), {}),
     "relu": lambda x: (aten.relu.default, (x,), {}),
