@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.plan.hardware.operation_costs import cost_of
@@ -69,6 +70,21 @@ def test_the_place_of_the_argument_does_not_matter() -> None:
     placed = cost_of(attention, (query, query, query, 0.0, True), {}, (query,), [], [])
     assert named is not None and named == placed
     assert named.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+def test_products_compute_what_torch_counts() -> None:
+    left, right = torch.empty(5, 3), torch.empty(3, 7)
+    calls: tuple[tuple[Any, tuple[Tensor, ...], dict[str, Tensor]], ...] = (
+        (torch.ops.aten.mm.default, (left, right), {}),
+        (torch.ops.aten.mm.out, (left, right), {"out": torch.empty(5, 7)}),
+        (torch.ops.aten.addmm.default, (torch.empty(7), left, right), {}),
+        (torch.ops.aten.bmm.default, (left[None].expand(4, 5, 3), right.expand(4, 3, 7)), {}),
+    )
+    for func, args, kwargs in calls:
+        with FlopCounterMode(display=False) as counter:
+            result = func(*args, **kwargs)
+        cost = cost_of(func, args, kwargs, result, [], tensors_in(result))
+        assert cost is not None and cost.flops == counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.model.tiles import mlp_proof
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import recorded_step
@@ -58,6 +59,25 @@ def test_a_model_is_built_once_for_each_way_to_checkpoint(monkeypatch: pytest.Mo
         recorded_step(kept, size, 16)
         recorded_step(dataclasses.replace(kept, checkpointing=True), size, 16)
     assert built == [False, True]
+
+
+def test_mlps_are_proven_once_for_all_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = []
+    prove = mlp_proof._prove
+
+    def counted(mlp: mlp_proof.FoundMLP) -> object:
+        proven.append(mlp)
+        return prove(mlp)
+
+    monkeypatch.setattr(mlp_proof, "_prove", counted)
+    kept, levers = training(kept=KeptModels()), Levers(mlp_tiles="auto")
+    recorded_step(kept, 1, 16, levers=levers)
+    num_proven = len(proven)
+    assert num_proven
+    recorded_step(dataclasses.replace(kept, checkpointing=True), 2, 16, levers=levers)
+    assert len(proven) == num_proven
+    recorded_step(training(), 1, 16, levers=levers)
+    assert len(proven) == 2 * num_proven, "of a model that nobody keeps"
 
 
 def test_a_model_is_dropped_if_its_step_fails() -> None:
