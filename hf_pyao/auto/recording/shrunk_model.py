@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.model.map.module_map import find_layers
@@ -64,29 +64,15 @@ def _list_of(layers: Sequence[nn.Module], model: nn.Module) -> nn.ModuleList | N
 
 def _structure(layer: nn.Module) -> tuple[Any, ...]:
     """Return what two layers have in common if they run the same operations."""
-    found = []
-    numbers: dict[int, int] = {}
-    """By tensor, its number in the layer, which tells of tied ones."""
-    for name, module in layer.named_modules():
-        tensors = tuple(
-            (
-                own,
-                numbers.setdefault(id(tensor), len(numbers)),
-                tuple(tensor.shape),
-                tensor.dtype,
-                tensor.requires_grad,
-            )
-            for own, tensor in _tensors_of(module)
-        )
-        found.append((name, type(module), module.extra_repr(), _settings(module), tensors))
-    return tuple(found)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of *module* alone: to ask it for all takes walks."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+    modules = tuple(
+        (name, type(module), module.extra_repr(), _settings(module))
+        for name, module in layer.named_modules()
+    )
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]
+    )
+    return modules, tensors
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -102,7 +88,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _bytes_of(model: nn.Module) -> int:
-    own = (tensor for module in model.modules() for _, tensor in _tensors_of(module))
+    own = (*model.parameters(), *model.buffers())
     tensors = [*map(local_part, own), *(each for _, each in tensors_beside(model))]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())

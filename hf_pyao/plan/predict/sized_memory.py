@@ -59,6 +59,14 @@ class SizedMemory:
             each.under(settings).fits(limit_bytes) for each in self._plans
         )
 
+    def leaves_room(self, limit_bytes: float, settings: AllocatorSettings) -> bool:
+        """Say whether a plan never comes to *limit_bytes*, though nothing is given back."""
+        return self._later_bytes <= limit_bytes and any(
+            each.peak_bytes <= limit_bytes
+            and each.under(settings).reserved().reserved_bytes <= limit_bytes
+            for each in self._plans
+        )
+
     def needed_about(self, limit_bytes: float, settings: AllocatorSettings) -> int:
         """Return about what is needed, above *limit_bytes* if no plan fits."""
         needed_bytes = self._first_fitting(limit_bytes, settings).needed_about(limit_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -67,10 +66,6 @@ class _Stretch:
         self.segments: list[Segment] = []
         self.starts: dict[tuple[int, int], int] = {}
         """Recorded segment, layer in the stretched model -> where it starts."""
-        self.alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        """Phase and layer -> recorded segments."""
-        for number, segment in enumerate(program.segments):
-            self.alike[segment.phase, segment.layer].append(number)
         self.bounds = [segment.start for segment in program.segments]
         self.numbers: dict[tuple[int, int], int] = {}
         """Recorded buffer, layer in the stretched model in which it is made -> buffer."""
@@ -222,12 +217,19 @@ class _Stretch:
         if segment.layer != wanted:
             # That of another layer, which runs the same. Where layers have several segments in a
             # phase, the one at the same place among them.
-            place = self.alike[segment.phase, segment.layer].index(recorded)
-            others = self.alike[segment.phase, wanted]
+            place = self._alike(segment.phase, segment.layer).index(recorded)
+            others = self._alike(segment.phase, wanted)
             recorded = others[min(place, len(others) - 1)]
             other = self.program.segments[recorded]
             offset = min(offset, other.end - other.start - 1)
         return self.starts[recorded, layer] + offset
+
+    def _alike(self, phase: str, layer: int) -> list[int]:
+        return [
+            number
+            for number, segment in enumerate(self.program.segments)
+            if (segment.phase, segment.layer) == (phase, layer)
+        ]
 
     # ---- slots ---------------------------------------------------------------------------------
 

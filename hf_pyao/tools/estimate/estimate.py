@@ -63,10 +63,11 @@ LONGEST = 2**24
 LENGTH_STEP = 64
 """Sequence lengths are looked for in multiples of this."""
 
-SLACK = 1 / 256
-"""Share of a size within which larger ones are not looked for, where each is recorded."""
+SLACK = 1 / 128
+"""Share of a size within which larger ones are not looked for, where each is recorded; and which a
+size may lack that leaves room."""
 
-LIKELY_MICRO_BATCH = 64
+LIKELY_MICRO_BATCH = 128
 """Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
 as tiles and chunks are as large as the rows that there are."""
 
@@ -242,18 +243,24 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        return self._largest(
+        first = None if family.levers.scales else self._first_on_line(family)
+        is_computed = family.levers.scales or first is not None
+        found = self._largest(
             family.levers.scales,
             memory_at,
             allocator,
             at_least=at_least,
-            likely=() if at_least or family.levers.scales else self._likely_micro_batches(family),
+            likely=(1, first or LIKELY_MICRO_BATCH) if not at_least else (),
+            slack=0.0 if is_computed else SLACK,
         )
-
-    def _likely_micro_batches(self, family: Family) -> Sequence[int]:
-        """Return the micro-batches to ask for first: what others like it came to is not far."""
-        first = self._first_on_line(family)
-        return (1, LIKELY_MICRO_BATCH if first is None else first)
+        if not is_computed or found <= at_least or SLACK * found < 1:
+            return found
+        # What fits with a full device may not fit with copies that end at other times: an emulated
+        # card ran 144 samples of GPT-2, which leave room, and not 145, which fill the device.
+        fewer, most = (
+            memory_at(size).leaves_room(self.limit_bytes, allocator) for size in (found - 1, found)
+        )
+        return found - 1 if fewer and not most else found
 
     def _largest(
         self,
@@ -264,6 +271,7 @@ class Estimator:
         most: int | None = None,
         at_least: int = 0,
         likely: Sequence[int] = (),
+        slack: float = SLACK,
         is_positions: bool = False,
     ) -> int:
         """Return the largest size that fits.
@@ -274,7 +282,8 @@ class Estimator:
             allocator: settings of PyTorch's allocator.
             most: the largest size that there is; None: there is no such.
             at_least: a size that is known to fit.
-            likely: sizes to ask for first, where each one is recorded.
+            likely: sizes to ask for first, where they are not computed.
+            slack: share of a size within which larger ones are not looked for then.
             is_positions: *most* is the model's, and as likely as not to fit.
         """
         limit_bytes = self.limit_bytes
@@ -294,7 +303,7 @@ class Estimator:
             most=most,
             at_least=at_least,
             likely=likely,
-            slack=SLACK,
+            slack=slack,
         )
         self._shares[allocator] = needed_at.share
         return found
