@@ -89,7 +89,7 @@ USUAL_SHARE = 17 / 16
 """Bytes that the allocator usually needs for each byte of tensors at the peak."""
 
 NEAR = 1 / 32
-"""What is needed is replayed where it is at most this share of the limit below it."""
+"""What is needed is replayed where it is within this share of the limit."""
 
 
 class NeededAt:
@@ -98,13 +98,15 @@ class NeededAt:
     Whether a size fits is always replayed. What the allocator needs beside the tensors is nearly
     the same share of them at neighbouring sizes. So it is found at few sizes, by replays at several
     limits: where the share that is known says otherwise than whether the size fits, and where the
-    size fits barely.
+    size fits barely, or barely does not.
 
     Args:
         memory_at: the memory of a size.
         limit_bytes: what may be reserved.
         settings: the allocator's.
         share: bytes needed for each byte of the peak, as far as is known.
+        is_recorded: a step of another size takes longer than some replays: those of what barely
+            does not fit are worth it.
     """
 
     def __init__(
@@ -113,11 +115,14 @@ class NeededAt:
         limit_bytes: int,
         settings: AllocatorSettings,
         share: float = USUAL_SHARE,
+        *,
+        is_recorded: bool = True,
     ) -> None:
         self._memory_at = memory_at
         self._limit_bytes = limit_bytes
         self._settings = settings
         self.share = share
+        self._is_recorded = is_recorded
 
     def __call__(self, size: int) -> int:
         """Return about what *size* needs, above the limit if it does not fit."""
@@ -127,6 +132,7 @@ class NeededAt:
             return int(self.share * peak_bytes)
         beyond_bytes = self.share * peak_bytes - limit_bytes
         fits = memory.fits(limit_bytes, self._settings)
-        if fits != (beyond_bytes <= 0) or (fits and beyond_bytes > -NEAR * limit_bytes):
+        is_near = abs(beyond_bytes) < NEAR * limit_bytes and (fits or self._is_recorded)
+        if is_near or fits != (beyond_bytes <= 0):
             self.share = memory.needed_about(limit_bytes, self._settings) / peak_bytes
         return int(self.share * peak_bytes)

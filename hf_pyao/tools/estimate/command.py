@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
+from hf_pyao.plan.solve.collections_paused import importing
 from hf_pyao.plan.weights.base_names import ADAPTER_DTYPES, ALL_LINEAR, PLAIN, described
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
@@ -113,7 +115,10 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     allocator = AllocatorSettings.parse(args.alloc_conf)
 
     def compute() -> EstimateReport:
-        need_torch()
+        with importing():
+            need_torch()
+            for name in ("transformers.models.auto.modeling_auto", "hf_pyao.tools.estimate.jobs"):
+                importlib.import_module(name)
         report: EstimateReport = estimate_report(
             args.model,
             hardware,

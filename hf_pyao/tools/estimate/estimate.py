@@ -296,7 +296,7 @@ class Estimator:
 
             return largest_fitting(reserved_at, limit_bytes, most=most, at_least=at_least)
         share = self._shares.get(allocator, USUAL_SHARE)
-        needed_at = NeededAt(memory_at, limit_bytes, allocator, share)
+        needed_at = NeededAt(memory_at, limit_bytes, allocator, share, is_recorded=slack > 0)
         found = largest_on_a_line(
             needed_at,
             limit_bytes,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.solve.collections_paused import few_collections
+from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
@@ -134,9 +134,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     _check_options(args)
 
     def compute() -> MicroBatchReport:
-        need_torch()
-        import transformers.models.auto.modeling_auto  # noqa: F401  before what is passed over
-
+        with importing():
+            need_torch()
+            import transformers.models.auto.modeling_auto  # noqa: F401
         with few_collections():
             report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
         return report

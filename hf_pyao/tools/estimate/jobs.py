@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import multiprocessing
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections
+from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections, importing
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import runs_without_values
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
@@ -133,7 +134,11 @@ def _run_in_processes(
     jobs: Sequence[Job], num_processes: int, on_done: Callable[[str], None]
 ) -> list[tuple[list[EstimateRow], int]]:
     """Run each of *jobs* in one of several processes; a file tells what they have done."""
-    context = multiprocessing.get_context(_start_method())
+    method = _start_method()
+    if method == "fork":
+        with importing():
+            _import_once(jobs[0])
+    context = multiprocessing.get_context(method)
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(num_processes, context, _begin) as pool,
@@ -171,6 +176,16 @@ def _start_method() -> str:
     ]
     is_alone = not others and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "fork" if sys.platform == "linux" and is_alone else "spawn"
+
+
+def _import_once(job: Job) -> None:
+    """Import what each process would import: the model's code, adapters, the solver."""
+    import scipy.optimize  # noqa: F401
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(job.config), None)
+    if job.options.get("lora_rank") is not None and importlib.util.find_spec("peft"):
+        importlib.import_module("peft")
 
 
 def _begin() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
-from hf_pyao.plan.solve.collections_paused import few_collections
+from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.answers import add_cache_argument, answered, computed
 from hf_pyao.tools.estimate.common_arguments import (
@@ -191,9 +191,10 @@ def _answer(args: argparse.Namespace) -> Plan:
     is_profile = args.source.endswith(".json")
 
     def compute() -> Plan:
-        need_torch()
-        if not is_profile:
-            import transformers.models.auto.modeling_auto  # noqa: F401  before what is passed over
+        with importing():
+            need_torch()
+            if not is_profile:
+                import transformers.models.auto.modeling_auto  # noqa: F401
         with few_collections():
             return _plan(args)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+OFF_THE_LINE = 1 / 64
+"""Share of a peak by which it is off a line."""
+
 
 def largest_fitting(
     peak_bytes: Callable[[int], int],
@@ -115,7 +118,7 @@ def _on_the_line(
     """Return where the line through the nearest peaks comes to the limit.
 
     Where that is within *slack* of the largest size that fits, and the next one that does not is
-    far away or not known: a size a little beyond, since a single peak may be off the line.
+    far away or not known: a size a little beyond, as the peak of a single size may be off the line.
     """
     left = fitting[-1]
     others = fitting[-2::-1] if too_large is None else (too_large, *fitting[-2::-1])
@@ -125,5 +128,14 @@ def _on_the_line(
     guess = left + int((limit_bytes - left_bytes) / slope)
     if guess - left <= int(slack * left):
         is_far = too_large is None or too_large - left > left // 16
-        return left + max(1, left // 32) if is_far else left
+        return left + max(1, left // 32) if is_far and _is_off(peak_bytes, fitting) else left
     return guess if too_large is not None else min(guess, (4 if left < 16 else 32) * left)
+
+
+def _is_off(peak_bytes: Callable[[int], int], fitting: Sequence[int]) -> bool:
+    """Say whether the last peak is above the line through the two before; True without these."""
+    if len(fitting) < 3:
+        return True
+    one, other, last = fitting[-3:]
+    slope = (peak_bytes(other) - peak_bytes(one)) / (other - one)
+    return peak_bytes(last) > (peak_bytes(other) + slope * (last - other)) * (1 + OFF_THE_LINE)
