@@ -81,6 +81,15 @@ class Job:
             on_done(row.method)
         return rows, estimator.num_recordings
 
+    def import_packages(self) -> None:
+        """Import what each process would import: the model's code, adapters, the solver."""
+        import scipy.optimize  # noqa: F401
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config), None)
+        if self.options.get("lora_rank") is not None and importlib.util.find_spec("peft"):
+            importlib.import_module("peft")
+
     def run_noting(self, notes: Path) -> tuple[list[EstimateRow], int]:
         """Return what :meth:`run` does, and add the name of each way that is done to *notes*."""
 
@@ -137,7 +146,7 @@ def _run_in_processes(
     method = _start_method()
     if method == "fork":
         with importing():
-            _import_once(jobs[0])
+            jobs[0].import_packages()
     context = multiprocessing.get_context(method)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -176,16 +185,6 @@ def _start_method() -> str:
     ]
     is_alone = not others and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "fork" if sys.platform == "linux" and is_alone else "spawn"
-
-
-def _import_once(job: Job) -> None:
-    """Import what each process would import: the model's code, adapters, the solver."""
-    import scipy.optimize  # noqa: F401
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(job.config), None)
-    if job.options.get("lora_rank") is not None and importlib.util.find_spec("peft"):
-        importlib.import_module("peft")
 
 
 def _begin() -> None:
