@@ -24,18 +24,6 @@ def collections_paused() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import large packages without the collector, which passes over them from then on.
-
-    For a command: torch and transformers are a million objects, a quarter of the time of their
-    import.
-    """
-    with collections_paused():
-        yield
-        gc.freeze()
-
-
 COLLECTION_THRESHOLDS = (20_000, 20, 20)
 """Of the garbage collector, for a command: steps are thousands of tuples, none of them in a
 cycle."""
@@ -52,3 +40,16 @@ def few_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import large packages without the collector, within :func:`few_collections`.
+
+    torch and transformers are a million objects, a quarter of the time of their import. The
+    collector passes over them until :func:`few_collections` ends: what is passed over at the end of
+    a process is reported as leaked by some packages.
+    """
+    with collections_paused():
+        yield
+        gc.freeze()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
-from hf_pyao.plan.solve.collections_paused import importing
+from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.plan.weights.base_names import ADAPTER_DTYPES, ALL_LINEAR, PLAIN, described
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
@@ -115,29 +114,29 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     allocator = AllocatorSettings.parse(args.alloc_conf)
 
     def compute() -> EstimateReport:
-        with importing():
-            need_torch()
-            for name in ("transformers.models.auto.modeling_auto", "hf_pyao.tools.estimate.jobs"):
-                importlib.import_module(name)
-        report: EstimateReport = estimate_report(
-            args.model,
-            hardware,
-            sequence_length=args.sequence_length or DEFAULT_LENGTH,
-            micro_batch=args.micro_batch,
-            lora_rank=args.lora,
-            lora_targets=args.lora_targets,
-            adapter_dtype=args.adapter_dtype,
-            base=args.base,
-            engine=args.engine,
-            optimizer=args.optimizer,
-            optimizer_step=args.optimizer_step,
-            deterministic=args.deterministic,
-            attention=args.attention,
-            allocator=allocator,
-            with_longest=not args.no_longest_sequence,
-            num_processes=args.processes or min(2, os.cpu_count() or 1),
-            shows_progress=not args.json,
-        )
+        with few_collections():
+            with importing():
+                need_torch()
+                import transformers.models.auto.modeling_auto  # noqa: F401
+            report: EstimateReport = estimate_report(
+                args.model,
+                hardware,
+                sequence_length=args.sequence_length or DEFAULT_LENGTH,
+                micro_batch=args.micro_batch,
+                lora_rank=args.lora,
+                lora_targets=args.lora_targets,
+                adapter_dtype=args.adapter_dtype,
+                base=args.base,
+                engine=args.engine,
+                optimizer=args.optimizer,
+                optimizer_step=args.optimizer_step,
+                deterministic=args.deterministic,
+                attention=args.attention,
+                allocator=allocator,
+                with_longest=not args.no_longest_sequence,
+                num_processes=args.processes or min(2, os.cpu_count() or 1),
+                shows_progress=not args.json,
+            )
         return report
 
     report = answered(args, args.model, EstimateReport, compute, tells=not args.json)

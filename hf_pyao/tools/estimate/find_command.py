@@ -134,10 +134,10 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     _check_options(args)
 
     def compute() -> MicroBatchReport:
-        with importing():
-            need_torch()
-            import transformers.models.auto.modeling_auto  # noqa: F401
         with few_collections():
+            with importing():
+                need_torch()
+                import transformers.models.auto.modeling_auto  # noqa: F401
             report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
         return report
 

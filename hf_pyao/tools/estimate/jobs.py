@@ -127,13 +127,11 @@ def run_jobs(
     Raises:
         ConfigError: a job did.
     """
-    done: list[tuple[list[EstimateRow], int]] = []
-    if num_processes == 1:
-        with few_collections():
-            for job in jobs:
-                done.append(job.run(on_done))
-    else:
-        done = _run_in_processes(jobs, num_processes, on_done)
+    with few_collections():
+        if num_processes == 1:
+            done = [job.run(on_done) for job in jobs]
+        else:
+            done = _run_in_processes(jobs, num_processes, on_done)
     rows = [row for rows, _ in done for row in rows]
     rows.sort(key=lambda row: METHODS.index(row.method))
     return rows, sum(count for _, count in done)

@@ -191,11 +191,11 @@ def _answer(args: argparse.Namespace) -> Plan:
     is_profile = args.source.endswith(".json")
 
     def compute() -> Plan:
-        with importing():
-            need_torch()
-            if not is_profile:
-                import transformers.models.auto.modeling_auto  # noqa: F401
         with few_collections():
+            with importing():
+                need_torch()
+                if not is_profile:
+                    import transformers.models.auto.modeling_auto  # noqa: F401
             return _plan(args)
 
     if is_profile:
