@@ -1,6 +1,6 @@
 """What fits on which card: README's first table, from ``pyao estimate``.
 
-    python recipes/studies/cards.py            # half an hour on two cores; estimates are kept
+    python recipes/studies/cards.py            # four minutes on two cores; estimates are kept
     python recipes/studies/cards.py --smoke    # a tiny model on one card, without writing
 
 Each cell is one run of ``pyao estimate``: one model on one card, 2,048 tokens. Nothing is trained,

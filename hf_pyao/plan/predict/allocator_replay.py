@@ -186,6 +186,10 @@ class StepMemory:
         least = self.peak_bytes
         if self.fits(least):
             return least
+        return self._between(least, most, accuracy)
+
+    def _between(self, least: int, most: int, accuracy: float) -> int:
+        """Return about the least limit within which the step fits, of those up to *most*."""
         while most - least > accuracy * most:
             middle = (least + most) // 2
             if self.fits(middle):
@@ -215,13 +219,7 @@ class StepMemory:
             least, most = self.peak_bytes, self.reserved_within(limit_bytes)
         else:
             least, most = int(limit_bytes), self.reserved().reserved_bytes
-        while most - least > IN_SEARCHES * most:
-            middle = (least + most) // 2
-            if self.fits(middle):
-                most = middle
-            else:
-                least = middle
-        return most
+        return self._between(least, most, IN_SEARCHES)
 
     def reserved_about(self, limit_bytes: float) -> int:
         """Return what is reserved, above *limit_bytes* if the step does not fit it.
