@@ -100,6 +100,13 @@ def _where(
     return _combined((condition, first, second), first.dtype) if is_plain else None
 
 
+def _threshold_backward(
+    grad: torch.Tensor, input: torch.Tensor, threshold: float
+) -> torch.Tensor | None:
+    """Return a gradient of the input's layout (``aten/src/ATen/native/Activation.cpp``)."""
+    return _elementwise(input, grad, threshold)
+
+
 def _dropout(input: torch.Tensor, p: float, train: bool | None) -> Any:
     if not input.dtype.is_floating_point or not input.is_contiguous():
         return None
@@ -333,7 +340,6 @@ _FLOATING = frozenset(
         _ATEN.rsqrt.default,
         _ATEN.silu.default,
         _ATEN.silu_backward.default,
-        _ATEN.threshold_backward.default,
     }
 )
 """Operations that compute element by element, in the dtype of their tensors if these have one."""
@@ -369,6 +375,7 @@ PLAIN_RESULTS: dict[Any, Callable[..., Any]] = {
     _ATEN.nll_loss_backward.default: _nll_loss_backward,
     _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.slice_backward.default: _slice_backward,
+    _ATEN.threshold_backward.default: _threshold_backward,
     _ATEN.where.self: _where,
 }
 """By operation, what works out its result."""

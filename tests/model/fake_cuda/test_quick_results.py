@@ -170,6 +170,13 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]
     "silu": lambda x: (aten.silu.default, (x,), {}),
     "silu back": lambda x: (aten.silu_backward.default, (x, x), {}),
     "threshold back": lambda x: (aten.threshold_backward.default, (x, x, 0), {}),
+    "gelu back of layouts": lambda x: (aten.gelu_backward.default, (x.contiguous(), x), {}),
+    "silu back of layouts": lambda x: (aten.silu_backward.default, (x.contiguous(), x), {}),
+    "threshold back of layouts": lambda x: (
+        aten.threshold_backward.default,
+        (x.contiguous(), x, 0),
+        {},
+    ),
     "dropout": lambda x: (aten.native_dropout.default, (x, 0.1, True), {}),
     "dropout back": lambda x: (aten.native_dropout_backward.default, (x, x > 0, 1.1), {}),
     "set": lambda x: (
