@@ -130,7 +130,7 @@ def longest_sequence(
     Raises:
         ConfigError: the model has fewer than 64 positions.
     """
-    most = (most_length or LONGEST) // LENGTH_STEP
+    most = (LONGEST if most_length is None else most_length) // LENGTH_STEP
     if most < 1:
         raise ConfigError(
             f"the model has {most_length} positions; lengths are looked for in multiples of "

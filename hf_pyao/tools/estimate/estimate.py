@@ -483,7 +483,7 @@ class Estimator:
 
     @property
     def _longest_multiple(self) -> int:
-        return (self.most_length or LONGEST) // LENGTH_STEP
+        return (LONGEST if self.most_length is None else self.most_length) // LENGTH_STEP
 
     def longest_sequence(self, way: Way, head_loss: str, *, likely: int = 0) -> int:
         """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
@@ -496,8 +496,10 @@ class Estimator:
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
+        most = self._longest_multiple
+        if not most:
+            return 0  # fewer positions than a step
         family = self._family(way, head_loss)
-        most = max(self._longest_multiple, 1)
         is_computed = self._line(family, "length", 1) is not None
 
         def memory_at(multiple: int) -> SizedMemory:

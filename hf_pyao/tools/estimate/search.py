@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+MOST_ON_A_LINE = 12
+"""Peaks after which sizes are no longer looked for on a line: these peaks lie on none."""
+
 OFF_THE_LINE = 1 / 64
 """Share of a peak by which it is off a line."""
 
@@ -85,10 +88,11 @@ def largest_on_a_line(
         slack: share of a size that fits within which larger ones are not asked for.
     """
     fitting: list[int] = []
-    too_large = None
+    too_large, num_peaks = None, 0
     asked = iter(sorted({*likely} if likely else {1, max(4, at_least)}))
     guess = next(asked) if most is None else min(next(asked), most)
     while guess > (fitting[-1] if fitting else 0):
+        num_peaks += 1
         if peak_bytes(guess) <= limit_bytes:
             fitting.append(guess)
         else:
@@ -99,6 +103,8 @@ def largest_on_a_line(
             guess = 1
         elif too_large is None and (following := next(asked, 0)) > guess:
             guess = following
+        elif num_peaks >= MOST_ON_A_LINE:
+            guess = 2 * fitting[-1] if too_large is None else (fitting[-1] + too_large) // 2
         else:
             guess = _on_the_line(peak_bytes, limit_bytes, fitting, too_large, slack)
         if too_large is not None:

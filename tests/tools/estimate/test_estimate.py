@@ -68,6 +68,16 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, Esti
         assert (row.largest_with_expandable_segments or 0) >= row.largest_micro_batch
 
 
+def test_a_model_with_fewer_positions_than_a_step_of_lengths_has_no_longest_sequence() -> None:
+    config = build_config("gpt2", find_size("gpt2", "tiny"), vocab_size=512)
+    config.n_positions = 40
+    card = dataclasses.replace(SMALL, memory_gib=2.0)
+    row = Estimator(config, card, sequence_length=20).row(WAYS[0])
+    assert row.largest_micro_batch > 0
+    assert row.longest_sequence == 0
+    assert row.is_length_limited_by_positions
+
+
 def test_ways_that_offload_the_same_share_what_is_predicted() -> None:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
     ways = {way.name: way for way in WAYS}

@@ -120,3 +120,27 @@ def test_a_peak_off_the_line_does_not_end_the_search() -> None:
         return 1000 + 100 * size + (900 if size == 150 else 0)
 
     assert largest_on_a_line(peak, 17_000, likely=[1, 50, 150]) == 160
+
+
+@pytest.mark.parametrize("likely", [(), (1, 128)])
+def test_peaks_that_lie_on_no_line_end_the_search_soon(likely: tuple[int, ...]) -> None:
+    """They jump by up to a half, so that what fits is not monotone, and far up at one size."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        base, each, limit = draw.randint(0, 10**6), draw.randint(1, 1000), 10**7
+        jumps = [draw.choice([0.0, 0.0, 0.5 * draw.random()]) for _ in range(97)]
+        cliff = draw.randint(1, 10_000)
+
+        def peak(size: int) -> int:
+            grown = base + each * size * (1 + jumps[size % 97])
+            return int(grown if size < cliff else 100 * grown)
+
+        asked: set[int] = set()
+
+        def counted(size: int) -> int:
+            asked.add(size)
+            return peak(size)
+
+        found = largest_on_a_line(counted, limit, likely=likely, slack=1 / 128)
+        assert found == 0 or peak(found) <= limit
+        assert len(asked) <= 40
