@@ -241,9 +241,21 @@ class CachingAllocator:
         """How often cached segments were given back since a request did not fit otherwise."""
         self._page_bytes = page_bytes
         self._pools: dict[int, tuple[_Pool, _Pool]] = {}
+        self._made: list[Block] = []
         self._spare: list[Block] = []
         """Those that merged into others, to be used again: making an object takes longer."""
         self._next_address = LARGE_BUFFER_BYTES
+
+    def close(self) -> None:
+        """Take the blocks apart, which hold each other: then no garbage collector has to find them.
+
+        The allocator, and its blocks, are of no use afterwards; its counts stay.
+        """
+        for block in self._made:
+            del block.next, block.previous, block.pool
+        self._made.clear()
+        self._spare.clear()
+        self._pools.clear()
 
     def reset_peaks(self) -> None:
         """Count peaks anew from here."""
@@ -285,7 +297,7 @@ class CachingAllocator:
         is_special = settings.expandable_segments or settings.max_split_bytes != math.inf
         allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
         blocks = [] if blocks is None else blocks
-        spare = self._spare
+        made, spare = self._made, self._spare
         for size in events:
             if size > 0:
                 pool = small if size <= SMALL_BYTES else large  # get_pool
@@ -305,7 +317,11 @@ class CachingAllocator:
                     address = block.address + size
                     key = (rest << _ADDRESS_BITS) + address
                     block.size = size
-                    part = spare.pop() if spare else Block()
+                    if spare:
+                        part = spare.pop()
+                    else:
+                        part = Block()
+                        made.append(part)
                     part.put(address, rest, pool, key, block, block.next)
                     if at and key < keys[at - 1]:
                         del keys[at], pool.blocks[at]
@@ -418,6 +434,7 @@ class CachingAllocator:
 
     def _new_range(self, pool: _Pool, nbytes: int) -> Block:
         block = Block().put(self._next_address, nbytes, pool)
+        self._made.append(block)
         pages = -(-nbytes // LARGE_BUFFER_BYTES)
         self._next_address += (pages + 1) * LARGE_BUFFER_BYTES  # aligned, and not beside another
         pool.insert(block)
@@ -491,7 +508,7 @@ class CachingAllocator:
             return False
         pool.unmapped.remove(block)
         if nbytes < block.size:
-            self._set_free(_cut(block, nbytes), pool.unmapped)
+            self._set_free(self._cut(block, nbytes), pool.unmapped)
         self._set_free(block, pool)
         self._count_reserved(pool, nbytes)
         return True
@@ -506,13 +523,21 @@ class CachingAllocator:
             return
         pool.remove(block)
         if end < block.address + block.size:
-            self._set_free(_cut(block, end - block.address), pool)
+            self._set_free(self._cut(block, end - block.address), pool)
         if start > block.address:
-            middle = _cut(block, start - block.address)
+            middle = self._cut(block, start - block.address)
             self._set_free(block, pool)
             block = middle
         self._count_reserved(pool, -block.size)
         self._set_free(block, pool.unmapped)
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Cut *block*, which is in no pool, down to *size*; return the rest behind it."""
+        rest_bytes = block.size - size
+        block.size = size
+        rest = Block().put(block.address + size, rest_bytes, block.pool, 0, block, block.next)
+        self._made.append(rest)
+        return rest
 
 
 def rounded(nbytes: int) -> int:
@@ -527,13 +552,6 @@ def segment_bytes(size: int) -> int:
     if size < MIN_LARGE_BYTES:
         return LARGE_BUFFER_BYTES
     return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
-
-
-def _cut(block: Block, size: int) -> Block:
-    """Cut *block*, which is in no pool, down to *size*; return the rest behind it."""
-    rest_bytes = block.size - size
-    block.size = size
-    return Block().put(block.address + size, rest_bytes, block.pool, 0, block, block.next)
 
 
 def _can_grow_to(block: Block) -> int:

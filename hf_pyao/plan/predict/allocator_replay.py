@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -262,7 +263,11 @@ class StepMemory:
             found = self._expandable(case)
             if found.reserved_bytes <= limit_bytes:
                 return found, True
-        allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
+        with closing(CachingAllocator(settings, limit_bytes=limit_bytes)) as allocator:
+            return self._replayed(allocator, case)
+
+    def _replayed(self, allocator: CachingAllocator, case: _Case) -> tuple[Reserved, bool]:
+        """Return what *allocator* reserves, and whether its limit made no difference."""
         num_retries = 0
         try:
             allocator.run(self._residents)
@@ -281,13 +286,13 @@ class StepMemory:
                 allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, num_retries, False
             ), False
         # Blocks that may not be split are given back without a retry.
-        is_unbound = not allocator.num_retries and math.isinf(settings.max_split_bytes)
+        is_unbound = not allocator.num_retries and math.isinf(allocator.settings.max_split_bytes)
         return Reserved(
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
             num_retries,
             num_retries <= MOST_RETRIES,
-        ), is_unbound or math.isinf(limit_bytes)
+        ), is_unbound or math.isinf(allocator.limit_bytes)
 
     def _expandable(self, case: _Case) -> Reserved:
         """Return what expandable segments come to where nothing is given back.
@@ -325,9 +330,9 @@ class _Events:
     def extents(self) -> numpy.ndarray:
         """What is added to expandable segments of small and of large blocks, in bytes."""
         settings = AllocatorSettings(expandable_segments=True)
-        allocator = CachingAllocator(settings, page_bytes=MIN_BLOCK_BYTES)
-        allocator.run(self.events)
-        return numpy.array([pool.reserved_bytes for pool in allocator.pools()])
+        with closing(CachingAllocator(settings, page_bytes=MIN_BLOCK_BYTES)) as allocator:
+            allocator.run(self.events)
+            return numpy.array([pool.reserved_bytes for pool in allocator.pools()])
 
 
 class _Case(NamedTuple):

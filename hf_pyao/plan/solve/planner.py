@@ -123,6 +123,7 @@ class Planner(Proposals):
             host_limit_bytes=self.host_limit_bytes,
             forced=self._forced,
             coding=self._coding,
+            stepper=self.stepper.streaming(program),
         )
 
     def best(self, limit_bytes: float) -> Candidate:
@@ -154,6 +155,7 @@ class Planner(Proposals):
                 host_limit_bytes=self.host_limit_bytes,
                 forced=self._forced,
                 coding=None if self._coding is None else self._coding.without_loss(),
+                stepper=self.stepper,
             )
         return self._exact
 
@@ -306,6 +308,7 @@ class Planner(Proposals):
                 host_limit_bytes=self.host_limit_bytes,
                 forced=self._forced,
                 coding=self._coding,
+                stepper=self.stepper,
             )
         there = self._elsewhere[ratio]
         best = there._best_planned(limit_bytes, ways) if ratio < AS_GIVEN else None

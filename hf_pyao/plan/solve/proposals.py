@@ -113,6 +113,7 @@ class Proposals:
         host_limit_bytes: most bytes on the host.
         forced: says of a slot, by name, that it is recomputed if it can be; None: of none.
         coding: how slots may be written; None: as they are.
+        stepper: carries out plans in the step, as another planner for it does; None: a new one.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class Proposals:
         host_limit_bytes: float = math.inf,
         forced: IsForced | None = None,
         coding: CodedWays | None = None,
+        stepper: StepPlanner | None = None,
     ) -> None:
         self.program = program
         self.conditions = conditions
         self.host_limit_bytes = host_limit_bytes
-        self.stepper = StepPlanner(
+        self.stepper = stepper or StepPlanner(
             program, times_ms, conditions.rebuild_factor, conditions.min_bytes
         )
         self._times_ms = times_ms

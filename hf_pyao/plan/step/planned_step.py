@@ -7,9 +7,12 @@ slots of its own. So any plan is predicted from the one recording.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakValueDictionary
 
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE
 from hf_pyao.plan.step.dropped_layer import Draft, DroppedLayer
@@ -40,9 +43,45 @@ class PlannedStep:
         """What is computed again in all."""
         return sum(rebuild.elapsed_ms for rebuild in self.rebuilds.values())
 
+    def streaming_as(self, recorded: StepProgram) -> PlannedStep:
+        """Return the step with those weights streamed that *recorded*, the step without a plan, has
+        streamed."""
+        program = self.program
+        if program.streamed is recorded.streamed:
+            return self
+        streaming = dataclasses.replace(
+            program,
+            residents=recorded.residents,
+            resident_bytes=recorded.resident_bytes,
+            streamed=recorded.streamed,
+        )
+        vars(streaming)["table"] = program.table
+        return dataclasses.replace(self, program=streaming)
+
+
+_PLANNED_BY = ("operations", "buffers", "slots", "segments", "graph", "labels")
+"""What of a step a plan is carried out in."""
+
 
 class StepPlanner(StepLayers):
     """Carries out plans in a recorded step; see :class:`StepLayers`."""
+
+    @cached_property
+    def _planned(self) -> WeakValueDictionary[tuple[object, ...], PlannedStep]:
+        """By what they do, as long as someone has them: links and windows share them."""
+        return WeakValueDictionary()
+
+    def streaming(self, program: StepProgram) -> StepPlanner:
+        """Return the planner for *program*, the same step with other weights streamed.
+
+        What is planned is shared, unless other operations run.
+        """
+        if any(getattr(program, name) is not getattr(self.program, name) for name in _PLANNED_BY):
+            return StepPlanner(program, self.times_ms, self._rebuild_factor, self._min_bytes)
+        self._planned  # noqa: B018: made here, so that both have it
+        other = copy.copy(self)
+        other.program = program
+        return other
 
     def plan(
         self,
@@ -60,8 +99,24 @@ class StepPlanner(StepLayers):
                 is stored to rebuild it; None: it is offloaded.
             coded: slots that a codec writes smaller where they leave, by number.
         """
+        otherwise = tuple(otherwise or (OFFLOAD,) * len(self.program.slots))
+        rebuilt = (frozenset(products), otherwise) if RECOMPUTE in actions else ()
+        key = (tuple(actions), rebuilt, tuple((coded or {}).items()))
+        planned = self._planned.get(key)
+        if planned is None:
+            self._planned[key] = planned = self._plan(actions, frozenset(products), otherwise, coded)
+        return planned.streaming_as(self.program)
+
+    def _plan(
+        self,
+        actions: Sequence[str],
+        products: frozenset[str],
+        otherwise: Sequence[str],
+        coded: Mapping[int, Coded] | None,
+    ) -> PlannedStep:
+        """Carry out what :meth:`plan` does not know of yet."""
         program = self.program
-        draft = Draft(program, otherwise or [OFFLOAD] * len(program.slots))
+        draft = Draft(program, otherwise)
         refused: dict[int, set[str]] = {}
         for layer, numbers in self._by_layer.items():
             dropped = frozenset(
@@ -71,7 +126,7 @@ class StepPlanner(StepLayers):
             )
             if not dropped or self._search is None:
                 continue
-            recipe = self._recipe(numbers, dropped, frozenset(products))
+            recipe = self._recipe(numbers, dropped, products)
             refused[layer] = recipe.refused
             DroppedLayer(self, layer, recipe, draft).run()
         slots: list[SlotUse] = []
