@@ -126,24 +126,29 @@ class Planner(Proposals):
             stepper=self.stepper.streaming(program),
         )
 
-    def best(self, limit_bytes: float) -> Candidate:
+    def best(self, limit_bytes: float, *, for_slower: bool = True) -> Candidate:
         """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
 
         One that loses something is taken only if it is faster by more than :data:`LOSSY_GAIN` than
         the best that loses nothing.
 
+        Args:
+            limit_bytes: what the device may hold.
+            for_slower: where plans are costly, look at the one for a slower link too. It gains some
+                percent at most, and takes as long as the others together.
+
         Raises:
             NoPlanFitsError: there is none; the lowest peak is named.
         """
         if not self.may_lose:
-            return self._fastest(limit_bytes)
+            return self._fastest(limit_bytes, for_slower)
         try:
-            exact = self._lossless().best(limit_bytes)
+            exact = self._lossless().best(limit_bytes, for_slower=for_slower)
         except NoPlanFitsError:
-            return self._fastest(limit_bytes)
+            return self._fastest(limit_bytes, for_slower)
         if exact.name == KEEP_ALL:
             return exact
-        lossy = self._fastest(limit_bytes)
+        lossy = self._fastest(limit_bytes, for_slower)
         return lossy if lossy.step_ms * LOSSY_GAIN < exact.step_ms else exact
 
     def _lossless(self) -> Planner:
@@ -159,7 +164,7 @@ class Planner(Proposals):
             )
         return self._exact
 
-    def _fastest(self, limit_bytes: float) -> Candidate:
+    def _fastest(self, limit_bytes: float, for_slower: bool) -> Candidate:
         """Return the fastest plan within the limit, whatever it loses."""
         kept = self.kept
         if self._fits(kept, limit_bytes):
@@ -169,7 +174,8 @@ class Planner(Proposals):
             found += self.best_elsewhere(limit_bytes, [*plain, *first])
             return self._steadiest(found, plain, first, limit_bytes)
         best = min(found, key=_rank)
-        if best.step_ms > COSTLY * kept.step_ms and best.problem is not None:
+        is_costly = best.step_ms > COSTLY * kept.step_ms and best.problem is not None
+        if is_costly and for_slower:
             slower = self._best_at(OFF_BY_30_PERCENT[0], limit_bytes, [*plain, *first])
             best = best if slower is None else min(best, slower, key=_rank)
         return best

@@ -136,7 +136,7 @@ class StreamingChoice:
                 # No plan is faster than the one that keeps all activations.
                 if _may_be_better(number, planner.kept.step_ms, found):
                     with suppress(NoPlanFitsError):
-                        found[number] = planner.best(limit_bytes).step_ms
+                        found[number] = planner.best(limit_bytes, for_slower=False).step_ms
         number = _fewest_of_the_fastest(found) if found else most
         return _streaming(self.at(number, limit_bytes))
 
