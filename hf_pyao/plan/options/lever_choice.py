@@ -9,6 +9,7 @@ What is skipped is skipped for one of these reasons, each a bound:
 
 - What fits costs less than :data:`WORTH` over keeping everything, which nothing can beat.
 - Layers that run again take one more forward, attention and each segment's end aside.
+- Attention in groups gains no more than the memory that its kernels take.
 - Longer segments take no less compute than those of one layer, and no less of the device where all
   their inputs leave: only what crosses the link, and the host, is less.
 """
@@ -182,7 +183,7 @@ class _Search:
         best = self._best_so_far()
         least_ms = self._least_ms(levers)
         if best is not None and best.step_ms <= GAIN * least_ms:
-            return f"takes {least_ms:.4g} ms or more"
+            return _at_least(least_ms)
         shorter = self._shorter(levers)
         if shorter is not None and not self._found[shorter].fits:
             if not self._is_host_too_small(self._choice.planner_for(shorter)):
@@ -319,7 +320,16 @@ class _Search:
             return
         if not near.fits and _peak_of(near) - saved_bytes > self._limit_bytes:
             return
-        self._look(dataclasses.replace(near.levers, attention_groups="auto"))
+        levers = dataclasses.replace(near.levers, attention_groups="auto")
+        if levers in self._found:
+            return
+        if near.fits and near.candidate is not None:
+            # At best, what the kernels take is free for the plan, and groups take no longer.
+            least_ms = near.planner.best(self._limit_bytes + saved_bytes).step_ms
+            if near.candidate.step_ms <= GAIN * least_ms:
+                self._found[levers] = LookedAt(levers=levers, note=_at_least(least_ms))
+                return
+        self._look(levers)
 
     def _look_at_tiles(self) -> None:
         """Look at other numbers of tiles, with the segments that are best so far."""
@@ -439,6 +449,11 @@ def _attention_workspace_bytes(program: StepProgram) -> int:
     """Return the most that a kernel of attention allocates inside."""
     kernels = (each for each in program.operations if "flash_attention" in each.name)
     return max((each.workspace_bytes for each in kernels), default=0)
+
+
+def _at_least(least_ms: float) -> str:
+    """Return why a setting is not looked at that takes so long."""
+    return f"takes {least_ms:.4g} ms or more"
 
 
 def _more_tiles(program: StepProgram) -> list[int]:
