@@ -170,7 +170,7 @@ class Planner(Proposals):
         if self._fits(kept, limit_bytes):
             return kept
         found, plain, first = self._found(limit_bytes)
-        if set(self.conditions.speed_ratios) != {AS_GIVEN}:
+        if not self._is_for_one_speed:
             found += self.best_elsewhere(limit_bytes, [*plain, *first])
             return self._steadiest(found, plain, first, limit_bytes)
         best = min(found, key=_rank)
@@ -185,9 +185,10 @@ class Planner(Proposals):
     ) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
         """Return the plans to choose from that fit at the speeds as given.
 
-        Then those of them that do the same with all layers, and with the first layers alone.
+        Then those of them that do the same with all layers, and with the first layers alone. Where
+        one speed counts, those are left out that are known to be slower than others.
         """
-        plain = [each for each in self.simple().values() if self._fits(each, limit_bytes)]
+        plain = self._fitting(self.simple().values(), limit_bytes)
         first = self.first_layers_fitting(limit_bytes)
         found = [*plain, *first]
         found += self._planned(limit_bytes, found)
@@ -203,15 +204,30 @@ class Planner(Proposals):
             )
         return found, plain, first
 
+    @property
+    def _is_for_one_speed(self) -> bool:
+        """True if the fastest plan at the speeds as given is taken, whatever others take."""
+        return set(self.conditions.speed_ratios) == {AS_GIVEN}
+
+    def _fitting(self, candidates: Iterable[Candidate], limit_bytes: float) -> list[Candidate]:
+        """Return those that fit; where one speed counts, the fastest of them."""
+        if not self._is_for_one_speed:
+            return [each for each in candidates if self._fits(each, limit_bytes)]
+        by_rank = sorted(candidates, key=_rank)
+        fastest = next((each for each in by_rank if self._fits(each, limit_bytes)), None)
+        return [] if fastest is None else [fastest]
+
     def _planned(self, limit_bytes: float, others: Sequence[Candidate]) -> list[Candidate]:
         """Return the fastest proposal of each window that fits; *others* are known of."""
         found: list[Candidate] = []
         for conditions in self._conditions():
-            proposal = self._fastest_fitting(conditions, limit_bytes)
+            known = [*others, *found]
+            rivals = known if self._is_for_one_speed else ()
+            proposal = self._fastest_fitting(conditions, limit_bytes, rivals)
             if proposal is not None:
                 found.append(proposal)
+                known.append(proposal)
             # A tighter window leaves room to keep more: of use where memory costs time.
-            known = [*others, *found]
             if known and min(map(_rank, known))[0] <= CHEAP * self.kept.step_ms:
                 break
         return found
@@ -381,10 +397,23 @@ class Planner(Proposals):
                     keep_last_layers=0,
                 )
 
-    def _fastest_fitting(self, conditions: Conditions, limit_bytes: float) -> Candidate | None:
-        """Return the fastest proposal within the limit; of equals, the one with the lowest peak."""
+    def _fastest_fitting(
+        self, conditions: Conditions, limit_bytes: float, rivals: Sequence[Candidate]
+    ) -> Candidate | None:
+        """Return the fastest proposal within the limit; of equals, the one with the lowest peak.
+
+        None if none is faster than *rivals*, which fit.
+        """
+        best = min(map(_rank, rivals), default=(math.inf, 0))
+
+        def fits(candidate: Candidate) -> bool:
+            # The allocator is not asked about what will not be taken.
+            if _rank(candidate) >= best and candidate.peak_bytes <= limit_bytes:
+                return candidate.host_bytes <= self.host_limit_bytes
+            return self._fits(candidate, limit_bytes)
+
         first, least = self._tightest(conditions)
-        if least is None or not self._fits(least, limit_bytes):
+        if least is None or not fits(least):
             return None
         # The peak grows with what is kept, from this to keeping everything.
         most_bytes = self.kept.peak_bytes
@@ -394,12 +423,13 @@ class Planner(Proposals):
         num_below = 0
         for budget in range(min(NUM_BUDGETS, last), first, -1):
             found = self.proposal(budget, conditions, limit_bytes)
-            if found is not None and self._fits(found, limit_bytes):
+            if found is not None and fits(found):
                 fitting.append(found)
                 num_below += 1
             if num_below > NUM_BELOW:
                 break
-        return min(fitting, key=_rank)
+        fastest = min(fitting, key=_rank)
+        return fastest if _rank(fastest) < best else None
 
     def _fits(self, candidate: Candidate, limit_bytes: float) -> bool:
         if candidate.host_bytes > self.host_limit_bytes:
