@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -27,19 +28,43 @@ class RemovedLayers:
     layers: tuple[nn.Module, ...] = field(compare=False, repr=False)
     """What it held."""
 
+    def take_out(self) -> None:
+        """Remove them from the model, which has them all."""
+        half = NUM_RECORDED // 2
+        del self.container[half : len(self.container) - half]
+
     def put_back(self) -> None:
         """Give the model its layers again."""
         del self.container[:]
         self.container.extend(self.layers)
 
 
-def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
-    """Remove all layers of *model* but the first two and the last two, if all are equal.
+class EqualLayers:
+    """Removes all layers of a model but the first two and the last two, if all are equal.
 
-    Returns:
-        What went; None if the layers differ, or there are no more than that: the model is as it
-        was then.
+    Models are looked through once: whoever records them leaves them as they were.
     """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, RemovedLayers | None] = WeakKeyDictionary()
+
+    def remove(self, model: nn.Module) -> RemovedLayers | None:
+        """Remove them from *model*.
+
+        Returns:
+            What went; None if the layers differ, or there are no more than that: the model is as it
+            was then.
+        """
+        if model not in self._known:
+            self._known[model] = _equal_layers(model)
+        known = self._known[model]
+        if known is not None:
+            known.take_out()
+        return known
+
+
+def _equal_layers(model: nn.Module) -> RemovedLayers | None:
+    """Return what can be removed of *model*, which is as it was afterwards."""
     layers = find_layers(model).layers
     names = tuple(name for name, _ in layers)
     if len(layers) <= NUM_RECORDED or len({_structure(layer) for _, layer in layers}) > 1:
@@ -47,10 +72,11 @@ def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
     container = _list_of([layer for _, layer in layers], model)
     if container is None:
         return None
-    half = NUM_RECORDED // 2
-    before, held = _bytes_of(model), tuple(container)
-    del container[half : len(container) - half]
-    return RemovedLayers(names, before - _bytes_of(model), container, held)
+    before_bytes, found = _bytes_of(model), RemovedLayers(names, 0, container, tuple(container))
+    found.take_out()
+    left_bytes = _bytes_of(model)
+    found.put_back()
+    return replace(found, nbytes=before_bytes - left_bytes)
 
 
 def _list_of(layers: Sequence[nn.Module], model: nn.Module) -> nn.ModuleList | None:

@@ -17,7 +17,7 @@ from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
 from hf_pyao.auto.recording.few_parts import few_parts
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
-from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
+from hf_pyao.auto.recording.shrunk_model import EqualLayers
 from hf_pyao.auto.recording.streamable_tensors import streamable_tensors
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.transfer.link import LinkContext
@@ -121,6 +121,7 @@ def record_fake_step(
     is_whole: bool = False,
     must_run_again: bool = False,
     proofs: Proofs | None = None,
+    equal_layers: EqualLayers | None = None,
 ) -> tuple[RecordedStep, int]:
     """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
 
@@ -136,6 +137,7 @@ def record_fake_step(
             step fails without (a model that takes the hidden states of a certain layer).
         must_run_again: with segments, each layer has to take part.
         proofs: what is known of equal MLPs from other steps of the model; None: nothing.
+        equal_layers: what is known of its layers from them; None: nothing.
 
     Raises:
         ConfigError: the head is not one that the chunked loss understands.
@@ -162,7 +164,7 @@ def record_fake_step(
             or (recomputes and keep_last_layers > 1)
             or isinstance(levers.activation_memory_budget, tuple)
         )
-        removed = None if runs_all else remove_equal_layers(model)
+        removed = None if runs_all else (equal_layers or EqualLayers()).remove(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode, step.kernels, step.device)
         store = RecordingStore()

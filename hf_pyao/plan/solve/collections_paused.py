@@ -24,9 +24,9 @@ def collections_paused() -> Iterator[None]:
         gc.enable()
 
 
-COLLECTION_THRESHOLDS = (20_000, 20, 20)
+COLLECTION_THRESHOLDS = (200_000, 50, 1000)
 """Of the garbage collector, for a command: steps are thousands of tuples, none of them in a
-cycle."""
+cycle. A recording leaves some thousand objects in cycles."""
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from weakref import WeakValueDictionary
 
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE
@@ -66,10 +65,16 @@ _PLANNED_BY = ("operations", "buffers", "slots", "segments", "graph", "labels")
 class StepPlanner(StepLayers):
     """Carries out plans in a recorded step; see :class:`StepLayers`."""
 
-    @cached_property
-    def _planned(self) -> WeakValueDictionary[tuple[object, ...], PlannedStep]:
+    def __init__(
+        self,
+        program: StepProgram,
+        times_ms: Sequence[float],
+        rebuild_factor: float = 1.0,
+        min_bytes: int = 0,
+    ) -> None:
+        super().__init__(program, times_ms, rebuild_factor, min_bytes)
+        self._planned: WeakValueDictionary[tuple[object, ...], PlannedStep] = WeakValueDictionary()
         """By what they do, as long as someone has them: links and windows share them."""
-        return WeakValueDictionary()
 
     def streaming(self, program: StepProgram) -> StepPlanner:
         """Return the planner for *program*, the same step with other weights streamed.
@@ -78,7 +83,6 @@ class StepPlanner(StepLayers):
         """
         if any(getattr(program, name) is not getattr(self.program, name) for name in _PLANNED_BY):
             return StepPlanner(program, self.times_ms, self._rebuild_factor, self._min_bytes)
-        self._planned  # noqa: B018: made here, so that both have it
         other = copy.copy(self)
         other.program = program
         return other
@@ -104,7 +108,8 @@ class StepPlanner(StepLayers):
         key = (tuple(actions), rebuilt, tuple((coded or {}).items()))
         planned = self._planned.get(key)
         if planned is None:
-            self._planned[key] = planned = self._plan(actions, frozenset(products), otherwise, coded)
+            planned = self._plan(actions, frozenset(products), otherwise, coded)
+            self._planned[key] = planned
         return planned.streaming_as(self.program)
 
     def _plan(

@@ -24,7 +24,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
+from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
@@ -336,7 +336,7 @@ class Estimator:
         key = (family, micro_batch, length, leaves)
         if key not in self._shared:
             late = predict(program, leaves, window_bytes=self.window_bytes)
-            early = partial(self._timed, program, leaves, host=IN_STEP)
+            early = partial(self._timing, program, leaves, host=IN_STEP)
             self._shared[key] = PlanMemory(program, late, early)
         return self._shared[key]
 
@@ -365,7 +365,7 @@ class Estimator:
             return PredictedWay(
                 chosen.step.program, chosen.timed, chosen.late, chosen.memory, (), weights
             )
-        timed = self._timed(program, self.leaves(way, program))
+        timed = self._timing(program, self.leaves(way, program))
         found = self._memory_of(way, family, micro_batch, self.sequence_length)
         flagged = self.flagged() if way.is_pyao else ()
         return PredictedWay(program, timed, found.late, found.under(self.allocator), flagged)
@@ -546,17 +546,18 @@ class Estimator:
             program, times_ms, conditions, host_limit_bytes=self.hardware.host_limit_bytes
         )
 
-    def _timed(
-        self, program: StepProgram, leaves: Sequence[bool], *, host: HostModel = FAR_AHEAD
-    ) -> Prediction:
-        """Predict the step on the card and its link; *host*: when it sees copies done."""
-        return predict(
-            program,
-            leaves,
+    @property
+    def _timing(self) -> Callable[..., Prediction]:
+        """Predicts a step on the card and its link, from the program and what leaves.
+
+        It does not hold the estimator: memories keep it, and would then only go with it once the
+        garbage collector comes.
+        """
+        return partial(
+            predict,
             window_bytes=self.window_bytes,
             device=self.hardware.device,
             link=self.hardware.link,
-            host=host,
         )
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:

@@ -90,6 +90,7 @@ def recorded_step(
         ConfigError: a chunked loss was asked for, and the model keeps its own.
         LeversRefusedError: a layer does not take part that has to.
     """
+    kept = training.kept
     recorded, num_chunks = record_fake_step(
         _StepOf(training, micro_batch, sequence_length),
         levers=levers,
@@ -98,7 +99,8 @@ def recorded_step(
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
         must_run_again=must_run_again,
-        proofs=None if training.kept is None else training.kept.proofs,
+        proofs=None if kept is None else kept.proofs,
+        equal_layers=None if kept is None else kept.equal_layers,
     )
     if levers.head_loss == "chunked" and not num_chunks:
         raise ConfigError(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_pyao.auto.recording.shrunk_model import EqualLayers
 from hf_pyao.model.tiles.mlp_proof import Proofs
 
 
@@ -27,6 +28,8 @@ class KeptModels:
         self._kept: dict[Hashable, tuple[nn.Module, FakeTensorMode]] = {}
         self.proofs = Proofs()
         """What is known of their MLPs."""
+        self.equal_layers = EqualLayers()
+        """What is known of their layers."""
 
     @contextmanager
     def model(
