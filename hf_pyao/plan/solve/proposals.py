@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -139,7 +139,7 @@ class Proposals:
         self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
         self._too_large: dict[tuple[int, Conditions], Candidate] = {}
         """First tries of proposals that were far from fitting."""
-        self._simple: dict[str, Candidate] | None = None
+        self._simple: dict[str, Candidate] = {}
         self._first_layers: dict[tuple[str, int], Candidate | None] = {}
         self._alike: WeakValueDictionary[tuple[object, ...], Candidate] = WeakValueDictionary()
         """By what they do: several searches come to plans that do the same."""
@@ -159,23 +159,36 @@ class Proposals:
         """The plan that keeps everything."""
         return self._candidate(KEEP_ALL, [KEEP] * len(self.program.slots))
 
-    def simple(self) -> dict[str, Candidate]:
-        """Return the plans that need no solver, by name."""
-        if self._simple is None:
-            num_slots = len(self.program.slots)
-            self._simple = {KEEP_ALL: self.kept}
-            if self.conditions.may_recompute and self.stepper.search is not None:
-                products = frozenset({*paths_of(self.program), ""})
-                for name, inputs in ((CHECKPOINT, KEEP), (LAYER_INPUTS, OFFLOAD)):
-                    if inputs == OFFLOAD and not self.conditions.may_offload:
-                        continue
-                    actions = self._actions(RECOMPUTE)
-                    self._simple[name] = self._candidate(
-                        name, actions, products, otherwise=[inputs] * num_slots
-                    )
+    @cached_property
+    def simple_names(self) -> tuple[str, ...]:
+        """Names of the plans that need no solver."""
+        names = [KEEP_ALL]
+        if self.conditions.may_recompute and self.stepper.search is not None:
+            names.append(CHECKPOINT)
             if self.conditions.may_offload:
-                self._simple[OFFLOAD_ALL] = self._candidate(OFFLOAD_ALL, self._actions(OFFLOAD))
-        return self._simple
+                names.append(LAYER_INPUTS)
+        if self.conditions.may_offload:
+            names.append(OFFLOAD_ALL)
+        return tuple(names)
+
+    def simple(self, names: Iterable[str] | None = None) -> dict[str, Candidate]:
+        """Return the plans that need no solver, by name; *names*: only these."""
+        return {name: self._simple_plan(name) for name in names or self.simple_names}
+
+    def _simple_plan(self, name: str) -> Candidate:
+        if name not in self._simple:
+            self._simple[name] = self._make_simple(name)
+        return self._simple[name]
+
+    def _make_simple(self, name: str) -> Candidate:
+        if name == KEEP_ALL:
+            return self.kept
+        if name == OFFLOAD_ALL:
+            return self._candidate(name, self._actions(OFFLOAD))
+        products = frozenset({*paths_of(self.program), ""})
+        inputs = OFFLOAD if name == LAYER_INPUTS else KEEP
+        otherwise = [inputs] * len(self.program.slots)
+        return self._candidate(name, self._actions(RECOMPUTE), products, otherwise=otherwise)
 
     def of_first_layers(self, name: str, num_layers: int) -> Candidate | None:
         """Return the plan that does with the first layers what a simple one does with all.

@@ -37,7 +37,7 @@ from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.sized_memory import USUAL_SHARE, NeededAt, PlanMemory, SizedMemory
 from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.planner import Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
@@ -117,6 +117,9 @@ class Estimator:
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], PlanMemory] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._outgrown: dict[tuple[Way, Family], dict[str, list[tuple[int, int]]]] = {}
+        """Micro-batches and lengths at which a plan without a solver does not fit any more, and
+        takes more than another."""
         self._shares: dict[AllocatorSettings, float] = {}
         """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
@@ -319,12 +322,34 @@ class Estimator:
                     program = with_blocks_on_disk(program, self.hardware.host_limit_bytes)
             later_bytes = self._training.optimizer_step_bytes(program)
             if way.is_auto:  # what fits: without solving anything
-                plans = self._planner(program, NO_LEVERS).simple().values()
+                plans = self._simple_plans((way, family), program, micro_batch, length)
                 found = [PlanMemory(each.step.program, each.late, each.early) for each in plans]
             else:
                 found = [self._memory_of(way, family, micro_batch, length)]
             self._memories[key] = SizedMemory(found, later_bytes)
         return self._memories[key]
+
+    def _simple_plans(
+        self, key: tuple[Way, Family], program: StepProgram, micro_batch: int, length: int
+    ) -> list[Candidate]:
+        """Return the plans without a solver that may fit: all but those that smaller sizes have
+        outgrown."""
+        outgrown = self._outgrown.setdefault(key, {})
+        planner = self._planner(program, NO_LEVERS)
+        names = [
+            name
+            for name in planner.simple_names
+            if not any(
+                samples <= micro_batch and tokens <= length
+                for samples, tokens in outgrown.get(name, ())
+            )
+        ]
+        plans = planner.simple(names)
+        least = min(plans.values(), key=lambda each: each.peak_bytes)
+        for name, plan in plans.items():
+            if plan is not least and plan.peak_bytes > self.limit_bytes:
+                outgrown.setdefault(name, []).append((micro_batch, length))
+        return list(plans.values())
 
     def _memory_of(self, way: Way, family: Family, micro_batch: int, length: int) -> PlanMemory:
         """Return the memory of *way*; ways that offload the same share it."""
