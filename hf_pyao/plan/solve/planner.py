@@ -27,6 +27,7 @@ from hf_pyao.plan.predict.speed_range import (
 )
 from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.proposals import CHECKPOINT as CHECKPOINT
+from hf_pyao.plan.solve.proposals import FAR_BEYOND, Proposals
 from hf_pyao.plan.solve.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
 from hf_pyao.plan.solve.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
 from hf_pyao.plan.solve.proposals import KEEP_ALL as KEEP_ALL
@@ -35,7 +36,6 @@ from hf_pyao.plan.solve.proposals import NUM_BUDGETS as NUM_BUDGETS
 from hf_pyao.plan.solve.proposals import OFFLOAD_ALL as OFFLOAD_ALL
 from hf_pyao.plan.solve.proposals import PLANNED as PLANNED
 from hf_pyao.plan.solve.proposals import Candidate as Candidate
-from hf_pyao.plan.solve.proposals import Proposals
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
@@ -50,6 +50,10 @@ CHEAP = 1.002
 COSTLY = 1.1
 """Times the step without a limit: where the best plan is slower, that for a slower link is looked
 at too. The integer program takes copies for hidden that are not where memory is tight."""
+
+LEAST_GROWTH = 1 / 3
+"""By how much the peak grows at least with what may be kept, of what it grows with it on average:
+proposals that are far from fitting for that alone are not made."""
 
 NUM_BETWEEN = 2
 """Links between the slowest and the given one for which plans are made, where a plan is looked for
@@ -417,8 +421,12 @@ class Planner(Proposals):
             return None
         # The peak grows with what is kept, from this to keeping everything.
         most_bytes = self.kept.peak_bytes
-        share = (limit_bytes - least.peak_bytes) / max(1, most_bytes - least.peak_bytes)
+        growth_bytes = max(1, most_bytes - least.peak_bytes)
+        share = (limit_bytes - least.peak_bytes) / growth_bytes
         last = first + math.ceil(share * (NUM_BUDGETS - first)) + 1
+        # At least so much is in the way, however little a proposal keeps of what it may.
+        far_share = (FAR_BEYOND * limit_bytes - least.peak_bytes) / growth_bytes / LEAST_GROWTH
+        last = min(last, first + int(far_share * (NUM_BUDGETS - first)))
         fitting = [least]
         num_below = 0
         for budget in range(min(NUM_BUDGETS, last), first, -1):
