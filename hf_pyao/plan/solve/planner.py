@@ -193,7 +193,7 @@ class Planner(Proposals):
         one speed counts, those are left out that are known to be slower than others.
         """
         plain = self._fitting(self.simple().values(), limit_bytes)
-        first = self.first_layers_fitting(limit_bytes)
+        first = self.first_layers_fitting(limit_bytes, plain if self._is_for_one_speed else ())
         found = [*plain, *first]
         found += self._planned(limit_bytes, found)
         if not found:
@@ -282,9 +282,18 @@ class Planner(Proposals):
                 slow = between
         return chosen
 
-    def first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
-        """Return checkpointing and offloading of as few of the first layers as fit."""
+    def first_layers_fitting(
+        self, limit_bytes: float, rivals: Sequence[Candidate] = ()
+    ) -> list[Candidate]:
+        """Return checkpointing and offloading of as few of the first layers as fit.
+
+        Args:
+            limit_bytes: the limit.
+            rivals: plans that fit. Where more layers than a number have to be offloaded, which
+                takes longer already, they are not looked at.
+        """
         found = []
+        rival_ms = min((_rank(each)[0] for each in rivals), default=math.inf)
         for name, of_all in ((FIRST_CHECKPOINTED, CHECKPOINT), (FIRST_OFFLOADED, OFFLOAD_ALL)):
             whole = self.simple().get(of_all)
             if whole is not None and not whole.memory.fits(limit_bytes):
@@ -298,6 +307,8 @@ class Planner(Proposals):
                     break
                 if self._fits(candidate, limit_bytes):
                     enough, best = middle, candidate
+                elif _rank(candidate)[0] > rival_ms:
+                    break
                 else:
                     too_few = middle
             if best is not None:
