@@ -5,7 +5,9 @@ Each hand-written case names the function of ``c10/cuda/CUDACachingAllocator.cpp
 
 from __future__ import annotations
 
+import gc
 import math
+from contextlib import closing
 from itertools import pairwise
 from random import Random
 
@@ -374,6 +376,22 @@ def test_each_event_is_served_as_by_a_plain_allocator(seed: int) -> None:
         assert [block.size for block, _ in live] == [same.size for _, same in live]
     assert device.peak_allocated_bytes == plain.peak_allocated
     assert device.peak_reserved_bytes == plain.peak_reserved
+
+
+@pytest.mark.parametrize("chosen", [AllocatorSettings(), EXPANDABLE])
+def test_an_allocator_that_is_closed_leaves_no_garbage(chosen: AllocatorSettings) -> None:
+    """Blocks hold their neighbours: thousands of them are left for the collector otherwise."""
+    gc.collect()
+    with closing(CachingAllocator(chosen, limit_bytes=400 * MIB)) as device:
+        live = device.run([each * MIB for each in (3, 5, 40, 3, 90, 7)])
+        device.run([~1, ~2, ~4], live)
+        with pytest.raises(DeviceFullError):
+            device.allocate(399 * MIB)
+        counts = device.peak_allocated_bytes, device.num_retries
+    assert (device.peak_allocated_bytes, device.num_retries) == counts
+    assert counts[1] > 0
+    del live, device
+    assert gc.collect() < 50
 
 
 # ---- PYTORCH_CUDA_ALLOC_CONF --------------------------------------------------------------------

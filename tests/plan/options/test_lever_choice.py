@@ -245,6 +245,7 @@ GIB = 2**30
         (3 * GIB, (100, 9), (101, 7), 9, False, "off"),  # everything is kept
         (3 * GIB, (100, 12), (101, 9), 8, False, "off"),  # they cannot win that much
         (3 * GIB, (130, 8), (104, 8), 8, True, "auto"),  # less has to leave
+        (3 * GIB, (130, 8), (131, 8), 8, False, "off"),  # what they free gains nothing
         (2**20, (100, 9), (101, 9), 8, False, "off"),  # kernels allocate little inside
     ],
 )
@@ -259,6 +260,8 @@ def test_groups_are_taken_where_memory_needs_them(
     def plans(ms: int, peak_gib: int) -> Plans:
         step = program(workspace_bytes=workspace)
         rows = [(100.0, 15 * GIB, 0)] if ms > 100 else []
+        if grouped[0] < ms:  # what groups make room for, room makes room for
+            rows.append((grouped[0] - 1.0, grouped[1] * GIB + workspace, 0))
         return Plans([*rows, (float(ms), peak_gib * GIB, 0)], math.inf, step)
 
     in_groups = Levers(attention_groups="auto")

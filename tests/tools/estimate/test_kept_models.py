@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from torch import nn
 
 from hf_pyao import PyAOConfig
+from hf_pyao.auto.recording import shrunk_model
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.model.tiles import mlp_proof
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import recorded_step
 from hf_pyao.tools.simulation.kept_models import KeptModels
+from tests.helpers import tiny_model
 
 SEVEN_LAYERS = (
     "llama:hidden_size=32,intermediate_size=48,num_hidden_layers=7,num_attention_heads=4,"
@@ -59,6 +62,33 @@ def test_a_model_is_built_once_for_each_way_to_checkpoint(monkeypatch: pytest.Mo
         recorded_step(kept, size, 16)
         recorded_step(dataclasses.replace(kept, checkpointing=True), size, 16)
     assert built == [False, True]
+
+
+def test_equal_layers_are_found_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    look = shrunk_model._equal_layers
+
+    def counted(model: nn.Module) -> object:
+        looked.append(model)
+        return look(model)
+
+    monkeypatch.setattr(shrunk_model, "_equal_layers", counted)
+    known = shrunk_model.EqualLayers()
+    model, other = (tiny_model("llama", num_hidden_layers=7) for _ in range(2))
+    whole = list(model.model.layers)
+    for _ in range(3):
+        removed = known.remove(model)
+        assert removed is not None
+        assert list(model.model.layers) == [*whole[:2], *whole[-2:]]
+        assert len(removed.layer_names) == 7
+        gone = [p for layer in whole[2:-2] for p in layer.parameters()]
+        assert removed.nbytes == sum(p.numel() * p.element_size() for p in gone)
+        removed.put_back()
+        assert list(model.model.layers) == whole
+    other.model.layers[3].self_attn.scaling = 2.0
+    assert known.remove(other) is known.remove(other) is None
+    assert len(other.model.layers) == 7
+    assert looked == [model, other]
 
 
 def test_mlps_are_proven_once_for_all_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
