@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE
@@ -65,16 +66,10 @@ _PLANNED_BY = ("operations", "buffers", "slots", "segments", "graph", "labels")
 class StepPlanner(StepLayers):
     """Carries out plans in a recorded step; see :class:`StepLayers`."""
 
-    def __init__(
-        self,
-        program: StepProgram,
-        times_ms: Sequence[float],
-        rebuild_factor: float = 1.0,
-        min_bytes: int = 0,
-    ) -> None:
-        super().__init__(program, times_ms, rebuild_factor, min_bytes)
-        self._planned: WeakValueDictionary[tuple[object, ...], PlannedStep] = WeakValueDictionary()
+    @cached_property
+    def _planned(self) -> WeakValueDictionary[tuple[object, ...], PlannedStep]:
         """By what they do, as long as someone has them: links and windows share them."""
+        return WeakValueDictionary()
 
     def streaming(self, program: StepProgram) -> StepPlanner:
         """Return the planner for *program*, the same step with other weights streamed.
@@ -85,6 +80,7 @@ class StepPlanner(StepLayers):
             return StepPlanner(program, self.times_ms, self._rebuild_factor, self._min_bytes)
         other = copy.copy(self)
         other.program = program
+        other._planned = self._planned
         return other
 
     def plan(
