@@ -383,8 +383,8 @@ def test_an_allocator_that_is_closed_leaves_no_garbage(chosen: AllocatorSettings
     """Blocks hold their neighbours: thousands of them are left for the collector otherwise."""
     gc.collect()
     with closing(CachingAllocator(chosen, limit_bytes=400 * MIB)) as device:
-        live = device.run([each * MIB for each in (3, 5, 40, 3, 90, 7)])
-        device.run([~1, ~2, ~4], live)
+        live = device.run([MIB // 4] * 500 + [each * MIB for each in (3, 40, 90, 7)])
+        device.run([~1, ~7, ~501, ~502], live)
         with pytest.raises(DeviceFullError):
             device.allocate(399 * MIB)
         counts = device.peak_allocated_bytes, device.num_retries
