@@ -83,18 +83,18 @@ def run_trials(
     todo = list(trials)
     while todo:
         if deadline.left_s() <= 0:
-            late = _Failure(NOT_REACHED, "the time budget was used up")
+            late = Failure(NOT_REACHED, "the time budget was used up")
             yield from (_row(trial, late) for trial in todo)
             return
-        with _Child(server, setup, todo) as child:
+        with Child(server, setup, todo) as child:
             _, message = child.receive(min(START_TIMEOUT_S, deadline.left_s()))
-            if isinstance(message, _Failure):  # and so it would be for each of them
+            if isinstance(message, Failure):  # and so it would be for each of them
                 yield from (_row(trial, message, deadline) for trial in todo)
                 return
             while todo:
                 trial = todo.pop(0)
                 _, message = child.receive(min(timeout_s, deadline.left_s()))
-                if isinstance(message, _Failure):
+                if isinstance(message, Failure):
                     yield _row(trial, message, deadline)
                     break
                 yield BenchRow.from_dict(message, f"the row of {trial.method}")
@@ -110,11 +110,11 @@ def broken_packages(names: Sequence[str] = CHECKED, server: str = IMPORTER) -> l
     broken: list[Broken] = []
     todo = [name for name in names if is_installed(name)]
     while todo:
-        with _Child(server, tuple(todo)) as child:
+        with Child(server, tuple(todo)) as child:
             while todo:
                 name = todo.pop(0)
                 _, found = child.receive(IMPORT_TIMEOUT_S)
-                if isinstance(found, _Failure):
+                if isinstance(found, Failure):
                     broken.append(Broken(name.split(".")[0], found.reason))
                     break
                 if found is not None and found not in broken:
@@ -132,16 +132,18 @@ def probe(device: str, *, with_speeds: bool) -> Facts:
     Raises:
         ConfigError: the device cannot be had.
     """
-    with _Child(PROBE, device, with_speeds) as child:
+    with Child(PROBE, device, with_speeds) as child:
         _, message = child.receive(START_TIMEOUT_S)
-    if isinstance(message, _Failure):
+    if isinstance(message, Failure):
         raise ConfigError(f"device {device!r} cannot be looked at: {message}", key="bench-process")
     facts: Facts = message
     return facts
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
+    """What came instead of a message."""
+
     status: str
     reason: str
 
@@ -149,7 +151,7 @@ class _Failure:
         return self.reason
 
 
-class _Child:
+class Child:
     """A measuring process and the line to it. *target* is ``module:function``."""
 
     def __init__(self, target: str, *args: Any) -> None:
@@ -173,7 +175,7 @@ class _Child:
         try:
             if not self._line.poll(max(0.0, timeout_s)):
                 self._process.kill()
-                return "", _Failure(TIMED_OUT, f"stopped after {timeout_s:.0f} s")
+                return "", Failure(TIMED_OUT, f"stopped after {timeout_s:.0f} s")
             kind, message = self._line.recv()
         except (EOFError, ConnectionResetError):
             return "", self._crash()
@@ -181,7 +183,7 @@ class _Child:
             raise ConfigError(message, key="bench-process")
         return kind, message
 
-    def _crash(self) -> _Failure:
+    def _crash(self) -> Failure:
         self._process.join(10)
         code = self._process.exitcode
         if code is not None and code < 0:
@@ -190,13 +192,13 @@ class _Child:
                 how += " (the system's way to say that host memory ran out)"
         else:
             how = f"exit status {code}"
-        return _Failure(CRASHED, " | ".join([how, *self._tail()]))
+        return Failure(CRASHED, " | ".join([how, *self._tail()]))
 
     def _tail(self) -> list[str]:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
 
-    def __enter__(self) -> _Child:
+    def __enter__(self) -> Child:
         """Return the process, running already."""
         return self
 
@@ -265,7 +267,7 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
 
 
-def _row(trial: Trial, failure: _Failure, deadline: Deadline | None = None) -> BenchRow:
+def _row(trial: Trial, failure: Failure, deadline: Deadline | None = None) -> BenchRow:
     """Return the row of a trial that did not end; cut short by the deadline, it was not reached."""
     is_late = failure.status == TIMED_OUT and deadline is not None and deadline.left_s() <= 0
     return BenchRow(

@@ -247,8 +247,8 @@ def _(folder: Path) -> None:
         def __exit__(self, *_: object) -> None: ...
 
         def receive(self, timeout_s: float) -> Any:
-            return "", processes._Failure(processes.TIMED_OUT, f"stopped after {timeout_s:.0f} s")
+            return "", processes.Failure(processes.TIMED_OUT, f"stopped after {timeout_s:.0f} s")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "_Child", Child)
+        patch.setattr(processes, "Child", Child)
         processes.probe("cuda", with_speeds=False)

@@ -1,0 +1,465 @@
+"""The rows of the GPU day: one way to train one model, for a few steps. Plain values, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+CAP_GIB = 10.74
+"""What a card of 12 GiB has for a process behind its context: the allocator's cap counts no
+context, a card's memory does."""
+
+BUCKET_GIB = 1e9 / 2**30
+"""DeepSpeed's bucket of 5e8 half-precision gradients, as in the PyAO paper's runs."""
+
+HOST_MEMORY_GIB = 96.0
+"""What may be pinned of 128 GiB. Given, as half of what is free may be little at the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to train: something of others, or hf_pyao with settings, or both."""
+
+    peer: str = "none"
+    """A row of ``pyao bench``, which is installed first."""
+    settings: Mapping[str, Any] | None = None
+    """Of ``PyAOConfig``; None: hf_pyao is not attached."""
+    estimate: str | None = None
+    """What ``pyao estimate`` calls it; None: it does not predict it."""
+
+
+_CHUNKED = {"head_loss": "chunked"}
+_AUTO: dict[str, Any] = {"policy": "auto", "profile_steps": 3}
+WAYS: Mapping[str, Way] = MappingProxyType(
+    {
+        "nothing": Way(estimate="none"),
+        "nothing + chunked": Way(
+            settings={"policy": "off", **_CHUNKED}, estimate="none + chunked loss"
+        ),
+        "checkpointing": Way(peer="checkpoint", estimate="checkpointing"),
+        "checkpointing + chunked": Way(
+            peer="checkpoint",
+            settings={"policy": "off", **_CHUNKED},
+            estimate="checkpointing + chunked loss",
+        ),
+        "checkpointing, offload=True": Way(peer="checkpoint-offload"),
+        "all over checkpointing": Way(
+            peer="checkpoint", settings={"policy": "all", "keep_last_layers": 0}
+        ),
+        "all over checkpointing + chunked": Way(
+            peer="checkpoint", settings={"policy": "all", **_CHUNKED}
+        ),
+        "save_on_cpu": Way(peer="save-on-cpu"),
+        "TRL": Way(peer="trl-streams"),
+        "Liger's loss": Way(peer="liger-loss"),
+        "DeepSpeed": Way(peer="deepspeed"),
+        "all": Way(settings={"policy": "all"}, estimate="policy all"),
+        "auto": Way(settings=_AUTO, estimate="policy auto"),
+        "auto + chunked": Way(
+            settings={**_AUTO, **_CHUNKED}, estimate="policy auto + chunked loss"
+        ),
+        "long_context": Way(
+            settings={"policy": "all", "long_context": True}, estimate="long context"
+        ),
+        "checkpointing, streamed": Way(
+            peer="checkpoint", settings={"policy": "off", "stream_weights": 0}
+        ),
+        "long_context, streamed": Way(
+            settings={"policy": "all", "long_context": True, "stream_weights": 0}
+        ),
+    }
+)
+"""By name."""
+
+LLAMA_3B = (
+    "llama:hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,"
+    "num_key_value_heads=8,vocab_size=128256,max_position_embeddings=131072,"
+    "tie_word_embeddings=true,rope_theta=500000.0"
+)
+QWEN3_8B = (
+    "qwen3:hidden_size=4096,intermediate_size=12288,num_hidden_layers=36,num_attention_heads=32,"
+    "num_key_value_heads=8,head_dim=128,vocab_size=151936,max_position_embeddings=40960,"
+    "tie_word_embeddings=false"
+)
+QWEN3_8_LAYERS = (
+    "qwen3:hidden_size=1024,intermediate_size=3072,num_hidden_layers=8,num_attention_heads=16,"
+    "num_key_value_heads=8,head_dim=128,vocab_size=1024,max_position_embeddings=40960"
+)
+LLAMA_8B_2_LAYERS = (
+    "llama:hidden_size=4096,intermediate_size=14336,num_hidden_layers=2,num_attention_heads=32,"
+    "num_key_value_heads=8,vocab_size=128256,max_position_embeddings=1048576,rope_theta=500000.0"
+)
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        LLAMA_3B: "llama 3.2 3b",
+        QWEN3_8B: "qwen3 8b",
+        QWEN3_8_LAYERS: "qwen3, 8 layers",
+        LLAMA_8B_2_LAYERS: "2 layers of llama 8b",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train one model, measured for a few steps."""
+
+    part: str
+    model: str
+    """As ``pyao estimate --model`` takes it."""
+    way: str
+    """A key of :data:`WAYS`."""
+    micro_batch: int
+    tokens: int = 512
+    dtype: str = "bfloat16"
+    lora_rank: int | None = None
+    """Rank of PEFT's adapters on all linear layers; None: all parameters are trained."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``PyAOConfig``, beside those of the way."""
+    attention: str = "cudnn"
+    """``cudnn``, which torch prefers on Hopper, or ``flash``: ``enable_cudnn_sdp(False)``."""
+    engine: str = "zero2"
+    """``zero2``: gradients go as they come, beside a bucket, and no optimizer runs. ``plain``:
+    gradients stay. ``adamw``: and AdamW runs."""
+    cap_gib: float | None = None
+    """Most that the allocator may hold."""
+    ballast_gib: float = 0.0
+    """Memory that is taken beforehand, in place of layers that are left out."""
+    num_warmup: int = 2
+    num_steps: int = 5
+    may_run_out: bool = False
+    """Whether it is expected not to fit."""
+    predicted_on: str | None = None
+    """A card whose times are predicted in place of this one's; None: this one."""
+    published: Mapping[str, float] = field(default_factory=dict)
+    """What others measured of this, by the names of figures."""
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the row is called: unique over all rows."""
+        model = NAMES.get(self.model, self.model.replace(":", " "))
+        lora = "" if self.lora_rank is None else f" LoRA {self.lora_rank}"
+        kernel = "" if self.attention == "cudnn" else f", {self.attention}"
+        kernel += "" if self.dtype == "bfloat16" else f", {self.dtype}"
+        cap = "" if self.cap_gib is None else f", cap {self.cap_gib:g} GiB"
+        budget = self.settings.get("device_memory_gib")
+        cap += f", budget {budget:g} GiB" if budget and not self.cap_gib else ""
+        shape = f"{self.micro_batch} x {self.tokens}"
+        return f"{self.part}: {model}{lora} {shape}, {self.way}{kernel}{cap}"
+
+    @property
+    def setup(self) -> tuple[Any, ...]:
+        """What rows that can share a built model have in common."""
+        return (self.model, self.dtype, self.lora_rank)
+
+
+_SPEED = (("opt:1.3b", 16), ("gpt2:0.8b", 16), ("llama:1.2b", 8))
+_SPEED_WAYS = (
+    *("nothing", "checkpointing", "checkpointing, offload=True", "save_on_cpu", "TRL", "all"),
+    *("auto", "auto + chunked"),
+)
+_SLOW = {"save_on_cpu": 2}
+_BUDGET = {"device_memory_gib": CAP_GIB}
+
+
+def speed_rows() -> list[Row]:
+    """Part F: bf16 without a cap; ``auto`` plans for one. Then flash, for the two that matter."""
+    rows = [
+        Row(
+            part="F",
+            model=model,
+            way=way,
+            micro_batch=size,
+            settings=_BUDGET if way.startswith("auto") else {},
+            num_warmup=1 if way in _SLOW else 2,
+            num_steps=_SLOW.get(way, 5),
+        )
+        for model, size in _SPEED
+        for way in _SPEED_WAYS
+    ]
+    return rows + [
+        dataclasses.replace(row, attention="flash", num_steps=3)
+        for row in rows
+        if row.way in ("checkpointing", "auto")
+    ]
+
+
+LARGEST: Mapping[tuple[str, str], int] = MappingProxyType(
+    {
+        ("opt:1.3b", "checkpointing"): 16,
+        ("opt:1.3b", "all"): 14,
+        ("opt:1.3b", "auto + chunked"): 122,
+        ("opt:1.3b", "long_context"): 213,
+        ("llama:1.2b", "checkpointing"): 7,
+        ("llama:1.2b", "all"): 5,
+        ("llama:1.2b", "auto + chunked"): 75,
+        ("llama:1.2b", "long_context"): 218,
+    }
+)
+"""Most samples that are predicted to fit into the cap, with cuDNN's attention."""
+
+
+def cap_rows(model: str, *, part: str, factor: float = 1.08) -> list[Row]:
+    """Part G: the predicted largest micro-batch fits within the cap, *factor* times it does not."""
+    rows = []
+    for (name, way), largest in LARGEST.items():
+        if name != model:
+            continue
+        for size in (largest, max(largest + 1, round(factor * largest))):
+            rows.append(
+                Row(
+                    part=part,
+                    model=model,
+                    way=way,
+                    micro_batch=size,
+                    cap_gib=CAP_GIB,
+                    settings=_BUDGET if way.startswith("auto") else {},
+                    num_warmup=1,
+                    num_steps=1,
+                    may_run_out=size > largest,
+                )
+            )
+    return rows
+
+
+def ratio_rows() -> list[Row]:
+    """Part H: fp32 without TF32 has an RTX 4070's ratio of compute to link."""
+    return [
+        Row(
+            part="H",
+            model=model,
+            way=way,
+            micro_batch=size,
+            dtype="float32",
+            # fp32 takes twice what the same step takes in bf16 on the card that is predicted.
+            settings={"device_memory_gib": 2 * CAP_GIB} if way == "auto" else {},
+            num_warmup=1,
+            num_steps=3,
+            predicted_on="rtx4070",
+        )
+        for model, size in (("opt:1.3b", 8), ("llama:1.2b", 4))
+        for way in ("nothing", "checkpointing", "all", "auto")
+    ]
+
+
+def adapter_rows() -> list[Row]:
+    """Part K: adapters on Llama-8B, resident and streamed."""
+    shapes = [
+        ("nothing", 3),
+        ("checkpointing", 15),
+        ("checkpointing", 16),
+        ("checkpointing, streamed", 4),
+        ("checkpointing, streamed", 16),
+    ]
+    return [
+        Row(
+            part="K",
+            model="llama:8b",
+            way=way,
+            micro_batch=size,
+            tokens=2048,
+            lora_rank=16,
+            engine="adamw",
+            num_warmup=1,
+            num_steps=2,
+            may_run_out=(way, size) == ("checkpointing", 16),
+        )
+        for way, size in shapes
+    ]
+
+
+def headline_rows() -> list[Row]:
+    """Part L: 64k tokens with adapters on Llama-8B, behind a short step."""
+    return [
+        Row(
+            part="L",
+            model="llama:8b",
+            way="long_context",
+            micro_batch=1,
+            tokens=tokens,
+            lora_rank=16,
+            engine="adamw",
+            attention="flash",
+            num_warmup=warmup,
+            num_steps=1,
+        )
+        for tokens, warmup in ((2048, 1), (65536, 0))
+    ]
+
+
+def others_rows() -> list[Row]:
+    """Part M: figures that others published and a few seconds can check."""
+    hf = "huggingface/transformers pull request 48444"
+    offload = [
+        Row(
+            part="M",
+            model=QWEN3_8_LAYERS,
+            way=way,
+            micro_batch=1,
+            tokens=8192,
+            engine="plain",
+            num_warmup=1,
+            num_steps=1,
+            published=published,
+            source=hf,
+        )
+        for way, published in (
+            ("checkpointing", {"after_forward_mb": 194.1}),
+            ("checkpointing, offload=True", {"after_forward_mb": 66.1}),
+            ("all over checkpointing", {"after_forward_mb": 66.1}),
+        )
+    ]
+    axolotl = "axolotl-ai-cloud/axolotl pull request 3776, growth of the peak"
+    # `auto` gets about the memory that checkpointing takes: 33 GB of weights and gradients beside.
+    table = [
+        ("checkpointing", {"tokens_per_s": 3059.0, "growth_gb": 17.16}),
+        ("all over checkpointing", {"tokens_per_s": 3073.0, "growth_gb": 17.09}),
+        ("auto", {}),
+        ("TRL", {"tokens_per_s": 1653.0, "growth_gb": 32.50}),
+    ]
+    return offload + [
+        Row(
+            part="M",
+            model=QWEN3_8B,
+            way=way,
+            micro_batch=1,
+            tokens=8192,
+            engine="plain",
+            settings={"device_memory_gib": 47.0} if way == "auto" else {},
+            num_warmup=1,
+            num_steps=2,
+            published=published,
+            source=axolotl,
+        )
+        for way, published in table
+    ]
+
+
+def later_rows() -> list[Row]:
+    """Part O: more of others' figures, for a second day."""
+    tune = "pytorch/torchtune README, Llama-3.2-3B on an A100, compiled"
+    ladder = [
+        Row(
+            part="O",
+            model=LLAMA_3B,
+            way=way,
+            micro_batch=2,
+            tokens=4096,
+            engine="adamw",
+            published={"reserved_gib": reserved_gib, "tokens_per_s": tokens_per_s},
+            source=tune,
+        )
+        for way, reserved_gib, tokens_per_s in (
+            ("nothing", 60.0, 7075.0),
+            ("nothing + chunked", 42.9, 9174.0),
+            ("checkpointing + chunked", 24.9, 7210.0),
+            ("all over checkpointing + chunked", 21.8, 7301.0),
+        )
+    ]
+    unsloth = "Unsloth's benchmark page, 24 GB, QLoRA; here a bf16 base whose weights stream"
+    longest = [
+        Row(
+            part="O",
+            model="llama:8b",
+            way=way,
+            micro_batch=1,
+            tokens=tokens,
+            lora_rank=32,
+            engine="adamw",
+            attention="flash",
+            cap_gib=24.0 - 0.65,
+            num_warmup=0,
+            num_steps=1,
+            may_run_out=tokens == 5900,
+            published={"longest_tokens": published},
+            source=unsloth,
+        )
+        for way, tokens, published in (
+            ("checkpointing", 5789, 5789.0),
+            ("checkpointing", 5900, 5789.0),
+            ("long_context, streamed", 78475, 78475.0),
+        )
+    ]
+    titan = "pytorch/torchtitan pull request 4636: the peak keeps its budget, and 5 % are gained"
+    budgets = [
+        Row(
+            part="O",
+            model=QWEN3_8B,
+            way="auto",
+            micro_batch=1,
+            tokens=8192,
+            engine="plain",
+            settings={"device_memory_gib": budget},
+            num_warmup=1,
+            num_steps=2,
+            source=titan,
+        )
+        for budget in (52.0, 56.0, 60.0, 64.0)
+    ]
+    return ladder + longest + budgets
+
+
+def limit_rows() -> list[Row]:
+    """Part P: two layers of Llama-8B at 524,288 tokens, ballast for the other thirty."""
+    return [
+        Row(
+            part="P",
+            model=LLAMA_8B_2_LAYERS,
+            way="long_context",
+            micro_batch=1,
+            tokens=524288,
+            lora_rank=16,
+            engine="adamw",
+            attention="flash",
+            ballast_gib=30 * 436_224_000 / 2**30,
+            num_warmup=0,
+            num_steps=1,
+        )
+    ]
+
+
+def all_rows() -> list[Row]:
+    """Return the rows of all parts that measure steps, in their order."""
+    return [
+        *speed_rows(),
+        *cap_rows("opt:1.3b", part="G"),
+        *cap_rows("llama:1.2b", part="G"),
+        *cap_rows("opt:1.3b", part="G2"),
+        *ratio_rows(),
+        *adapter_rows(),
+        *headline_rows(),
+        *others_rows(),
+        *later_rows(),
+        *limit_rows(),
+    ]
+
+
+def smoke(row: Row) -> Row:
+    """Return *row* in a size that a CPU measures in a moment, under the same name."""
+    architecture = row.model.partition(":")[0]
+    small = {
+        "opt": "hidden_size=32,word_embed_proj_dim=32,ffn_dim=64,num_hidden_layers=3,"
+        "num_attention_heads=2,max_position_embeddings=64",
+        "gpt2": "n_embd=32,n_layer=3,n_head=2,n_positions=64",
+        "llama": "hidden_size=32,intermediate_size=64,num_hidden_layers=3,num_attention_heads=2,"
+        "num_key_value_heads=2",
+        "qwen3": "hidden_size=32,intermediate_size=64,num_hidden_layers=3,num_attention_heads=2,"
+        "num_key_value_heads=2,head_dim=16",
+    }[architecture]
+    ends = "vocab_size=64,pad_token_id=0,bos_token_id=1,eos_token_id=2"
+    return dataclasses.replace(
+        row,
+        model=f"{architecture}:{small},{ends}",
+        micro_batch=min(row.micro_batch, 2),
+        tokens=16,
+        dtype="float32",
+        lora_rank=row.lora_rank and 2,
+        cap_gib=None,
+        ballast_gib=0.0,
+        num_warmup=1,
+        num_steps=1,
+        may_run_out=False,
+    )

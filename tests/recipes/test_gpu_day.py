@@ -1,0 +1,326 @@
+"""The GPU day: what a part that fails costs, what is kept, and a whole day on a CPU."""
+
+from __future__ import annotations
+
+import errno
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_day
+from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, OK, OUT_OF_MEMORY, TIMED_OUT
+from hf_pyao.plan.hardware.presets import find_hardware
+from hf_pyao.tools.bench import processes
+from hf_pyao.tools.bench.processes import Deadline
+from on_gpu import day, parts
+from on_gpu.day import Journal, Line, problems_of, read_lines, run_part, run_parts
+from on_gpu.page import page_of
+from on_gpu.parts import FIRST, PARTS, SECOND, Request, count_outcomes, files_with_gpu_tests
+from on_gpu.rows import CAP_GIB, LARGEST, WAYS, all_rows, cap_rows
+from on_gpu.tasks import hidden_copies
+from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
+
+
+def ok(name: str, **figures: Any) -> Line:
+    return {"name": name, "status": OK, "figures": figures}
+
+
+def request_for(folder: Path, part: str = "A", limit_s: float = 60.0) -> Request:
+    return Request(part=part, device="cpu", is_smoke=False, output=folder, limit_s=limit_s)
+
+
+@pytest.fixture
+def _fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are processes that fail, and import nothing."""
+    monkeypatch.setattr(processes, "PRELOAD", [])
+    monkeypatch.setattr(day, "SERVE", "tests.recipes.day_servers:serve")
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_fails")
+def test_a_process_that_dies_costs_its_task_and_one_that_hangs_its_part(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "day.jsonl", lambda line: None)
+    assert not run_part(request_for(tmp_path, limit_s=6.0), journal, lambda line: None)
+    found = {line["name"]: line["status"] for line in read_lines(tmp_path)}
+    assert found == {
+        **{"first": OK, "killed": CRASHED, "second": OK, "exits": CRASHED, "third": OK},
+        "hangs": TIMED_OUT,
+    }
+    used = [line["figures"]["process"] for line in journal.lines if line["status"] == OK]
+    assert len(set(used)) == 3, "each death means a new process, and no other one is left"
+
+
+@pytest.mark.usefixtures("_fails")
+def test_a_part_that_cannot_begin_costs_no_other_part(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "day.jsonl", lambda line: None)
+    done = [ok(name) for name in ("killed", "exits", "hangs")]
+    for line in done:
+        journal.add(line)
+    asked = request_for(tmp_path)
+    assert run_parts(["B", "A"], asked, journal, Deadline.after(60), lambda line: None)
+    found = {line["name"]: line["status"] for line in read_lines(tmp_path)}
+    assert found["B"] == CRASHED
+    assert [found[name] for name in ("first", "second", "third", "fourth")] == [OK] * 4
+
+
+def test_parts_without_time_are_not_reached_and_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "day.jsonl", lambda line: None)
+    said: list[str] = []
+    asked = request_for(tmp_path)
+    assert not run_parts(["F", "G"], asked, journal, Deadline.after(1.0), said.append)
+    assert [line["status"] for line in journal.lines] == [NOT_REACHED, NOT_REACHED]
+    assert "part G" in said[-1]
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def test_a_full_folder_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    journal = Journal(tmp_path / "day.jsonl", said.append)
+    journal.add(ok("before", step_ms=1.5))
+    real_open = Path.open
+
+    def full(path: Path, mode: str = "r", **options: Any) -> Any:
+        if path.name == "day.jsonl" and mode == "a":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_open(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    journal.add(ok("meanwhile", step_ms=2.5))
+    assert "No space left" in said[-1]
+    assert "2.5" in said[-1], "whoever keeps the output has the figure"
+    monkeypatch.setattr(Path, "open", real_open)
+    journal.add(ok("after"))
+    assert [line["name"] for line in read_lines(tmp_path)] == ["before", "meanwhile", "after"]
+
+
+def test_a_torn_last_line_is_left_out_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
+    text = "\n".join(json.dumps(ok("a", n=n)) for n in (1, 2)) + '\n{"name": "b", "sta'
+    (tmp_path / "day.jsonl").write_text(text)
+    assert read_lines(tmp_path) == [ok("a", n=1), ok("a", n=2)]
+    journal = Journal(tmp_path / "other.jsonl", lambda line: None)
+    journal.lines += read_lines(tmp_path)
+    assert journal.latest == [ok("a", n=2)]
+
+
+def test_a_second_folder_has_the_first_and_measures_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, frozenset[str]]] = []
+
+    def run_part(request: Request, journal: Journal, progress: Any) -> bool:
+        asked.append((request.part, journal.done))
+        journal.add(ok(f"{request.part}: new"))
+        return True
+
+    monkeypatch.setattr(day, "run_part", run_part)
+    device = {"device": "cpu", "name": "CPU"}
+    monkeypatch.setattr(processes, "probe", lambda name, with_speeds: (device, {}, {}))
+    first, second = tmp_path / "first", tmp_path / "second"
+    argv = ["--smoke", "--parts", "E", "J", "--output"]
+    assert gpu_day.main([*argv, str(first)]) == 0
+    before = read_lines(first)
+    journal = Journal(first / "day.jsonl", lambda line: None)
+    journal.add({"name": "E: crashed", "status": CRASHED, "reason": "x"})
+    argv = ["--smoke", "--parts", "M", "--resume", str(first), "--output", str(second)]
+    assert gpu_day.main(argv) == 1, "the crash of the first day is said again"
+    assert asked[-1] == ("M", frozenset({"about", "E: new", "J: new"}))
+    names = [line["name"] for line in read_lines(second)]
+    assert names == ["about", "E: new", "J: new", "E: crashed", "about", "M: new"]
+    assert read_lines(first)[: len(before)] == before
+    assert "E: crashed: crashed: x" in capsys.readouterr().out
+    assert sorted(path.name for path in second.iterdir()) == ["day.jsonl", "day.md", "log.txt"]
+
+
+def test_wheels_are_unpacked(tmp_path: Path) -> None:
+    wheel = tmp_path / "pure-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("pure_package/__init__.py", "answer = 42")
+    assert day.unpack_wheels(tmp_path, tmp_path / "into") == [wheel.name]
+    assert (tmp_path / "into" / "pure_package" / "__init__.py").is_file()
+
+
+def test_what_must_not_be_is_named() -> None:
+    expected = {"name": "b", "status": OUT_OF_MEMORY, "was_expected_to_run_out": True}
+    lines: list[Line] = [
+        ok("a", is_right=True),
+        expected,
+        {"name": "c", "status": OUT_OF_MEMORY, "reason": "r"},
+        ok("d", is_right=False),
+        {"name": "e", "status": CRASHED, "reason": "killed"},
+        {"name": "f", "status": NOT_REACHED},
+    ]
+    found = problems_of(lines)
+    assert [line.partition(":")[0] for line in found] == ["c", "d", "e"]
+    journal = Journal(Path("unused"), lambda line: None)
+    journal.lines += lines
+    assert journal.done == {"a", "b", "d"}
+
+
+# ---- the plan of the day -------------------------------------------------------------------------
+
+
+def test_the_list_says_how_long_each_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_day.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    sums = {
+        command: sum(part.seconds for part in PARTS.values() if part.command == command)
+        for command in (FIRST, SECOND)
+    }
+    assert sums[FIRST] <= 470
+    assert sums[SECOND] <= 230
+    assert f"first command: {sums[FIRST]} s" in said
+    assert f"second command: {sums[SECOND]} s" in said
+    assert all(part.summary in said for part in PARTS.values())
+
+
+def test_rows_have_names_of_their_own_and_ways_that_are_known() -> None:
+    rows = all_rows()
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.way for row in rows} <= set(WAYS)
+    assert {row.part for row in rows} <= set(PARTS)
+
+
+def test_auto_has_a_limit_to_plan_for_and_few_micro_batches_to_measure() -> None:
+    for row in all_rows():
+        if row.way.startswith("auto"):
+            assert row.settings["device_memory_gib"]
+            assert (WAYS[row.way].settings or {})["profile_steps"] == 3
+
+
+def test_the_largest_sizes_are_those_that_are_predicted() -> None:
+    document = json.loads(gpu_day.PREDICTIONS.read_text(encoding="utf-8"))
+    for card in ("h100", "h200"):
+        assert find_hardware(card).memory_gib > CAP_GIB
+        predicted = document["predictions"][card]
+        for model in ("opt:1.3b", "llama:1.2b"):
+            fits = {row.name: predicted[row.name]["fits"] for row in cap_rows(model, part="G")}
+            wrong = [
+                row.name for row in cap_rows(model, part="G") if fits[row.name] is row.may_run_out
+            ]
+            assert wrong == []
+    assert len(LARGEST) == 8
+
+
+def test_without_an_accelerator_it_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"device": "cpu", "name": "CPU"}
+    monkeypatch.setattr(processes, "probe", lambda name, with_speeds: (device, {}, {}))
+    assert gpu_day.main(["--parts", "A", "--output", str(tmp_path)]) == 2
+    assert "torch finds no accelerator here" in capsys.readouterr().err
+    assert gpu_day.main(["--resume", str(tmp_path / "none"), "--output", str(tmp_path)]) == 2
+    assert "has no day.jsonl" in capsys.readouterr().err
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def test_outcomes_are_counted_whatever_pytest_was_started_with() -> None:
+    lines = [
+        "tests/gpu/test_a.py::test_one PASSED                            [ 25%]",
+        "[gw1] [ 50%] PASSED tests/gpu/test_a.py::test_two[x]",
+        "[gw0] [ 75%] FAILED tests/gpu/test_b.py::test_three",
+        "tests/gpu/test_b.py::test_four SKIPPED (no kernel)               [100%]",
+        "FAILED tests/gpu/test_b.py::test_three - assert 1 == 2",
+        "=== 1 failed, 2 passed, 1 skipped in 3.10s ===",
+    ]
+    found = count_outcomes(lines, "stopped after 9 s")
+    counted = {key: value for key, value in found.items() if key.startswith("num_")}
+    assert counted == {"num_passed": 2, "num_failed": 1, "num_error": 0, "num_skipped": 1}
+    assert found["failures"] == ["tests/gpu/test_b.py::test_three"]
+    assert found["outcome"] == "stopped after 9 s"
+    assert count_outcomes([])["is_right"] is False
+    skipped = [lines[3]]
+    assert not count_outcomes(skipped)["is_right"], "a device was asked for these"
+    assert count_outcomes(skipped, may_skip=True)["is_right"]
+
+
+def test_tests_for_a_gpu_are_found_those_of_its_folder_first(tmp_path: Path) -> None:
+    for name, text in {
+        "gpu/test_z.py": "pytestmark = pytest.mark.gpu",
+        "codecs/test_b.py": "@pytest.mark.gpu",
+        "codecs/test_c.py": "@pytest.mark.slow",
+    }.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    found = files_with_gpu_tests(everywhere=True, root=tmp_path)
+    assert [Path(path).name for path in found] == ["test_z.py", "test_b.py"]
+    assert len(files_with_gpu_tests(everywhere=False, root=tmp_path)) == 1
+
+
+def test_copies_beside_kernels_are_hidden() -> None:
+    def event(kind: str, start: float, elapsed: float, name: str = "k") -> dict[str, Any]:
+        return {"cat": kind, "ph": "X", "ts": start, "dur": elapsed, "name": name}
+
+    events = [
+        event("kernel", 0, 1000),
+        event("kernel", 500, 1000),  # on another stream
+        event("kernel", 2000, 1000),
+        event("gpu_memcpy", 1000, 1000, "Memcpy DtoH (Device -> Pinned)"),
+        event("gpu_memcpy", 0, 500, "Memcpy DtoD (Device -> Device)"),
+        {"cat": "cpu_op", "ph": "i", "ts": 0, "name": "x"},
+    ]
+    assert hidden_copies(events) == {
+        **{"copies_ms": 1.0, "kernels_ms": 2.5, "gaps_ms": 0.5, "hidden_share": 0.5}
+    }
+
+
+def test_the_page_sets_predicted_beside_measured_and_theirs_beside_ours() -> None:
+    rows = {(row.part, row.model, row.way): row for row in reversed(all_rows())}
+    auto = rows["F", "opt:1.3b", "auto"]
+    checkpointing = rows["F", "opt:1.3b", "checkpointing"]
+    offload = next(row for row in all_rows() if row.part == "M" and "offload=True" in row.way)
+    lines = [
+        ok(checkpointing.name, step_ms=200.0, allocated_bytes=10e9, reserved_bytes=11e9),
+        ok(auto.name, step_ms=160.0),
+        ok(offload.name, step_ms=1.0, after_forward_bytes=66.1e6),
+        ok("J: host time of a saved tensor", window_us_a_tensor=12.5),
+    ]
+    predicted = {checkpointing.name: {"step_ms": 100.0}, auto.name: {"step_ms": 90.0}}
+    page = page_of(lines, {"device": "NVIDIA H200"}, {"h100": {}, "h200": predicted})
+    assert "- predictions: h200" in page
+    claim = next(line for line in page.splitlines() if "time of auto over checkpointing" in line)
+    assert claim.endswith("| 0.9 | 0.8 | 0.889 |")
+    row = next(line for line in page.splitlines() if line.startswith(f"| {checkpointing.name} |"))
+    assert "| 100 | 200 | 2 | – | 10 | – |" in row
+    assert f"| {offload.name} | after_forward_mb | 66.1 | 66.1 | 1 |" in page
+    assert "- window_us_a_tensor: 12.5" in page
+
+
+def test_the_page_in_the_repository_has_predictions_for_both_cards() -> None:
+    document = json.loads(gpu_day.PREDICTIONS.read_text(encoding="utf-8"))
+    names = {row.name for row in all_rows()}
+    for card in ("h100", "h200"):
+        assert set(document["predictions"][card]) == names
+    page = gpu_day.PAGE.read_text(encoding="utf-8")
+    assert page == page_of(*gpu_day.page_input([]))
+
+
+# ---- a whole day ---------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_a_whole_day_on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    command = (RECIPES / "gpu_day.py", "--smoke", "--output", "results")
+    folder, _ = run_once(tmp_path_factory, "gpu_day", *command, timeout=1800)
+    results = folder / "results"
+    assert sorted(path.name for path in results.iterdir()) == [
+        *("day.jsonl", "day.md", "log.txt", "tests.txt", "trace.json.gz"),
+    ]
+    lines = {line["name"]: line for line in read_lines(results)}
+    assert problems_of(lines.values()) == []
+    assert set(PARTS) == {name.partition(":")[0] for name in lines} - {"about"}
+    tests = lines["N: tests"]["figures"]
+    num_tests = sum(
+        path.read_text(encoding="utf-8").count("\ndef test_")
+        for path in (REPOSITORY / "tests" / "gpu").glob("test_*.py")
+    )
+    assert tests["num_passed"] + tests["num_skipped"] >= num_tests > 10
+    assert parts.REPOSITORY == REPOSITORY
