@@ -123,18 +123,20 @@ def rows_table(
 
 
 def published_table(rows: Sequence[Row], by_name: Mapping[str, Line]) -> list[str]:
-    """Return what others published beside what this card gives, for rows that have some."""
+    """Return what others published, what theirs takes on this card, and what ours does."""
     text = []
     for row in rows:
-        figures = by_name.get(row.name, {}).get("figures", {})
-        for name, value in row.published.items():
-            ours, unit = DERIVED.get(name, (name, 1.0))
-            measured = figures.get(ours)
-            here = None if measured is None else measured / unit
-            text.append(f"| {row.name} | {name} | {_cells(value, here)} | {row.source} |")
+        same = [each for each in rows if row.ours and _same_but_way(each, row, row.ours)]
+        for name, theirs in row.published.items():
+            key, unit = DERIVED.get(name, (name, 1.0))
+            here = _figure(row, by_name, key, unit)
+            ours_here = _figure(same[0], by_name, key, unit) if same else None
+            cells = " | ".join(map(_number, (theirs, here, ours_here)))
+            beside = f"{row.ours}: " if row.ours else ""
+            text.append(f"| {row.name} | {name} | {cells} | {beside}{row.source} |")
     if not text:
         return []
-    head = ["| | figure | theirs | on this card | ratio | source |", "|---|---|--:|--:|--:|---|"]
+    head = ["| | figure | theirs | theirs on this card | ours | |", "|---|---|--:|--:|--:|---|"]
     return [*head, *text, ""]
 
 

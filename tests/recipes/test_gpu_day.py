@@ -276,11 +276,15 @@ def test_the_page_sets_predicted_beside_measured_and_theirs_beside_ours() -> Non
     rows = {(row.part, row.model, row.way): row for row in reversed(all_rows())}
     auto = rows["F", "opt:1.3b", "auto"]
     checkpointing = rows["F", "opt:1.3b", "checkpointing"]
-    offload = next(row for row in all_rows() if row.part == "M" and "offload=True" in row.way)
+    offload, ours = (
+        next(row for row in all_rows() if row.part == "M" and row.way == way)
+        for way in ("checkpointing, offload=True", "all over checkpointing")
+    )
     lines = [
         ok(checkpointing.name, step_ms=200.0, allocated_bytes=10e9, reserved_bytes=11e9),
         ok(auto.name, step_ms=160.0),
         ok(offload.name, step_ms=1.0, after_forward_bytes=66.1e6),
+        ok(ours.name, step_ms=1.0, after_forward_bytes=65.0e6),
         ok("J: host time of a saved tensor", window_us_a_tensor=12.5),
     ]
     predicted = {checkpointing.name: {"step_ms": 100.0}, auto.name: {"step_ms": 90.0}}
@@ -290,7 +294,7 @@ def test_the_page_sets_predicted_beside_measured_and_theirs_beside_ours() -> Non
     assert claim.endswith("| 0.9 | 0.8 | 0.889 |")
     row = next(line for line in page.splitlines() if line.startswith(f"| {checkpointing.name} |"))
     assert "| 100 | 200 | 2 | – | 10 | – |" in row
-    assert f"| {offload.name} | after_forward_mb | 66.1 | 66.1 | 1 |" in page
+    assert f"| {offload.name} | after_forward_mb | 66.1 | 66.1 | 65 | {ours.way}: " in page
     assert "- window_us_a_tensor: 12.5" in page
 
 
