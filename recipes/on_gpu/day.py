@@ -44,14 +44,17 @@ class Journal:
         """Write *line* at the end of the file, now."""
         self.lines.append(line)
         self._pending.append(json.dumps(line, default=str))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before_bytes = self._path.stat().st_size if self._path.exists() else 0
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{text}\n" for text in self._pending))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             self._progress(f"{self._path.name} cannot be written ({error}): {self._pending[-1]}")
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, before_bytes)  # no half line before the next one
             return
         self._pending.clear()
 

@@ -88,6 +88,8 @@ def test_a_full_folder_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def full(path: Path, mode: str = "r", **options: Any) -> Any:
         if path.name == "day.jsonl" and mode == "a":
+            with real_open(path, mode) as file:
+                file.write('{"name": "torn')
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_open(path, mode, **options)
 
