@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.plan.documents.bench import CRASHED, FAILED, NOT_REACHED, OK, OUT_OF_MEMORY, TIMED_OUT
-from hf_pyao.tools.bench.processes import START_TIMEOUT_S, Child, Deadline, Failure
+from hf_pyao.tools.bench.processes import Child, Deadline, Failure
 from on_gpu.parts import PARTS, Request
 
 SERVE = "on_gpu.parts:serve"
 FIGURES = "day.jsonl"
 LEAST_S = 5.0
 """A part is not begun with less time than this."""
+
+BEGIN_S = 60.0
+"""Most until a process is at its first task: a driver that hangs must not eat the day."""
 
 SMOKE_LIMIT_S = 900.0
 """Most for a part on a CPU, which is no measure of a GPU's time."""
@@ -124,7 +127,7 @@ def run_part(request: Request, journal: Journal, progress: Progress) -> bool:
             while True:
                 wait_s = deadline.left_s()
                 if not at_task and num_before == len(given_up):
-                    wait_s = min(wait_s, START_TIMEOUT_S)
+                    wait_s = min(wait_s, BEGIN_S)
                 kind, message = child.receive(wait_s)
                 if isinstance(message, Failure) or kind == "end":
                     break

@@ -348,7 +348,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             tasks=_steps(rows_of.adapter_rows),
         ),
         "L": Part(
-            summary="65,536 tokens with adapters on Llama-8B",
+            summary="65,536 tokens with adapters on Llama-8B, within 24 GB",
             seconds=40,
             command=SECOND,
             is_expandable=True,

@@ -40,7 +40,7 @@ def _calls_in_steady_state(model: nn.Module, device: Device) -> list[str]:
     for _ in range(4):
         step()
     device.finish()
-    with torch.profiler.profile(activities=device.activities()) as profile:
+    with torch.profiler.profile(activities=device.activities(), acc_events=True) as profile:
         with torch.profiler.record_function(STEADY):
             step()
             step()

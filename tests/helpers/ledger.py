@@ -17,7 +17,7 @@ class AllocationLedger:
 
     def __init__(self) -> None:
         self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
         self.peak_bytes = 0
         """Most bytes alive at once that were allocated since entry."""

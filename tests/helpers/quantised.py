@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,7 +13,7 @@ KINDS = ("nf4", "fp4", "nested nf4", "int8")
 
 def quantise_(model: nn.Module, kind: str, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
     """Replace the linear layers of *model*'s decoder layers by quantised ones; return *model*."""
-    import bitsandbytes
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="its kernels are needed")
 
     for path, module in list(model.named_modules()):
         if type(module) is not nn.Linear or ".layers." not in path:

@@ -12,20 +12,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from trl import SFTConfig, TrlParser
 
 from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments, attach
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.engine.codecs import CODECS
-from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.errors import ConfigError
 from tests.helpers import tiny_model
 from tests.hf import (
     setting_stubs,
 )
 from tests.hf.setting_stubs import STUBS, stubs
-
-# TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
 
 PREFIX = "activation_offload_"
 EXAMPLES = {
@@ -64,16 +60,6 @@ EXAMPLES = {
     "report": "report.json",
 }
 """One good value for each knob, as a flag's field holds it."""
-
-
-@dataclass
-class SFTWithOffload(PyAOArguments, SFTConfig):
-    """What a user of TRL writes."""
-
-
-@dataclass
-class SFTListedLast(SFTConfig, PyAOArguments):
-    """The same with the bases in the order in which the mixin is not asked to check."""
 
 
 @dataclass
@@ -253,17 +239,6 @@ def test_the_head_loss_alone_names_the_way() -> None:
     assert config == PyAOConfig(policy="off", head_loss="chunked")
 
 
-def test_off_as_yaml_reads_it_names_the_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "sft.yaml"
-    path.write_text(
-        "output_dir: out\nactivation_offload: true\nactivation_offload_policy: off\n"
-        "bf16: false\nuse_cpu: true\n",
-        encoding="utf-8",
-    )
-    with pytest.raises(ConfigError, match=r"_policy is False; did you mean 'off'\? In YAML, write"):
-        TrlParser(SFTWithOffload).parse_args_and_config(["--config", str(path)])
-
-
 def test_help_lists_every_name() -> None:
     text = HfArgumentParser(PyAOArguments).format_help()
     for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
@@ -372,19 +347,6 @@ def test_training_arguments_from_a_json_file(tmp_path: Path) -> None:
     )
 
 
-def test_trl_parser_reads_flags_from_yaml_and_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "sft.yaml"
-    path.write_text(
-        "output_dir: out\nactivation_offload: true\nactivation_offload_min_bytes: 4096\n"
-        "bf16: false\nuse_cpu: true\n",
-        encoding="utf-8",
-    )
-    (arguments,) = TrlParser(SFTWithOffload).parse_args_and_config(
-        ["--config", str(path), "--activation_offload_keep_last_layers", "2"]
-    )
-    assert arguments.pyao_config() == PyAOConfig(min_bytes=4096, keep_last_layers=2)
-
-
 def test_the_fields_are_in_the_dict_and_the_json() -> None:
     arguments = parse("--activation_offload", "--activation_offload_min_bytes", "0")
     as_dict = arguments.to_dict()
@@ -435,31 +397,3 @@ def test_the_mixin_alone_parses_beside_other_arguments() -> None:
         ["--activation_offload"], look_for_args_file=False
     )
     assert offload.pyao_config() == PyAOConfig()
-
-
-@pytest.mark.parametrize("cls", [SFTWithOffload, SFTListedLast])
-def test_the_flag_is_no_abbreviation_of_trls_once_mixed_in(cls: type) -> None:
-    on_cpu = ("--use_cpu", "--bf16", "false")
-    arguments = parse("--activation_offload", *on_cpu, cls=cls)
-    assert arguments.activation_offloading is False
-    assert arguments.pyao_config() == PyAOConfig()
-    arguments = parse("--activation_offloading", *on_cpu, cls=cls)
-    assert arguments.activation_offloading is True
-    assert arguments.pyao_config() is None
-
-
-def test_both_offloaders_together_are_refused() -> None:
-    with pytest.raises(ConflictError, match="TRL's activation_offloading"):
-        SFTWithOffload(
-            "out", activation_offload=True, activation_offloading=True, use_cpu=True, bf16=False
-        )
-
-
-def test_listed_last_the_mixin_checks_on_request() -> None:
-    on_cpu = {"use_cpu": True, "bf16": False}
-    arguments = SFTListedLast(output_dir="out", activation_offload_min_bytes=0, **on_cpu)
-    with pytest.raises(ConfigError, match="offloading is off"):
-        arguments.check_pyao_arguments()
-    # Listed last, its fields come first: what is meant for output_dir lands in a flag.
-    with pytest.raises(ConfigError, match="list PyAOArguments before"):
-        SFTListedLast("out", **on_cpu).check_pyao_arguments()

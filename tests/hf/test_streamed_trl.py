@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,7 +19,8 @@ from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.adapters import tiny_lora
 
-trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets", reason="TRL's trainers are given data sets")
+trl = pytest.importorskip("trl", reason="its trainers are tested")
 
 STREAMED = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1, stream_weights=0)
 ADAPTERS: dict[str, Any] = {"target_modules": "all-linear", "r": 2, "lora_dropout": 0.1}
@@ -49,15 +49,15 @@ def pairs() -> Any:
     rows = [
         {"prompt": words(i), "chosen": words(50 + i), "rejected": words(90 + i)} for i in range(8)
     ]
-    return Dataset.from_list(rows)
+    return datasets.Dataset.from_list(rows)
 
 
 def texts() -> Any:
-    return Dataset.from_list([{"text": words(i, 10)} for i in range(8)])
+    return datasets.Dataset.from_list([{"text": words(i, 10)} for i in range(8)])
 
 
 def prompts() -> Any:
-    return Dataset.from_list([{"prompt": words(i)} for i in range(32)])
+    return datasets.Dataset.from_list([{"prompt": words(i)} for i in range(32)])
 
 
 def even_share(completions: list[str], **_: Any) -> list[float]:

@@ -541,8 +541,9 @@ def test_conflicts_are_found_when_the_trainer_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
-    import datasets
-    import trl
+    datasets = pytest.importorskip("datasets")
+
+    trl = pytest.importorskip("trl", reason="its SFTTrainer is trained")
 
     class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass
@@ -569,7 +570,7 @@ def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
 
 
 def test_trls_offloading_is_refused_before_trl_sets_it_up(tmp_path: Path) -> None:
-    import trl
+    trl = pytest.importorskip("trl", reason="its offloader is refused")
 
     class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass

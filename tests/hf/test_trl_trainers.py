@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 from transformers import (
@@ -28,7 +27,8 @@ from tests.helpers.storages import LiveStorages
 from tests.hf.test_streamed_trl import GENERATES, pairs, prompts, texts, words
 from tests.hf.test_streamed_trl import trained as trained_by
 
-trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets", reason="TRL's trainers are given data sets")
+trl = pytest.importorskip("trl", reason="its trainers are tested")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,7 +52,7 @@ def ratings() -> Any:
     rows = [
         {"prompt": words(i), "completion": words(50 + i), "label": i % 2 == 0} for i in range(16)
     ]
-    return Dataset.from_list(rows)
+    return datasets.Dataset.from_list(rows)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -7,7 +7,9 @@ model asks for a certain one.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,10 @@ def mixture(kind: str, **options: Any) -> Made:
         "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     }[kind]  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(**TINY, **own, num_hidden_layers=6, **options)
-    return getattr(transformers, f"{kind}ForCausalLM")(config), dict(tiny_batch(0))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if options and "torch.bincount(" in inspect.getsource(sys.modules[type(model).__module__]):
+        pytest.skip("the loss of the router has a shape that follows from values (bincount)")
+    return model, dict(tiny_batch(0))
 
 
 def llava(layer: int | list[int], num_layers: int = 6) -> Made:

@@ -82,6 +82,7 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self._world.bury()
         self.clock = dict(stream.clock)
+        self._is_done = False
 
     def query(self) -> bool:
         """Say whether the host knows; then all that is queued from here on comes behind."""

@@ -281,6 +281,21 @@ def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> N
             assert offloader.totals()["reloaded_bytes"] > 0
 
 
+def test_a_later_micro_batch_makes_no_event_and_asks_for_memory_once() -> None:
+    peaks = mock.patch("torch.accelerator.max_memory_allocated", return_value=2**20)
+    with fake_streams() as world, peaks as asked:
+        world.eagerness = 1.0  # the host sees all copies done
+        model = Stack(plain_layer, plain_layer, plain_layer, size=SIZE)
+        config = PyAOConfig(policy="all", min_bytes=0, window=0, host_memory_gib=2**-10)
+        counted = mock.patch("torch.Event", side_effect=torch.Event)
+        with counted as made, attach(model, config, transport=FakeStreamTransport()) as offloader:
+            for x in inputs(4):
+                before = made.call_count, asked.call_count
+                model(x).sum().backward()
+            assert (made.call_count, asked.call_count) == (before[0], before[1] + 1)
+            assert before[0] > 10 and offloader.metrics()["device_peak_bytes"] == 2**20
+
+
 @pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -379,6 +394,18 @@ def _buffers_return_before_they_are_written() -> Any:
     return mock.patch.object(Mover, "release", early)
 
 
+def _events_are_used_again_at_once() -> Any:
+    """An event is recorded anew while someone may yet wait for the copy before it."""
+    copy = StreamTransport._copy
+
+    def early(self: StreamTransport, *call: Any) -> Any:
+        ticket = copy(self, *call)
+        ticket.spare += (ticket.start, ticket.end)
+        return ticket
+
+    return mock.patch.object(StreamTransport, "_copy", early)
+
+
 SHOWN_BY: dict[Callable[[], Any], str] = {
     _wait_on_the_current_stream: "micro_batches",
     _target_on_the_current_stream: "micro_batches",
@@ -390,6 +417,7 @@ SHOWN_BY: dict[Callable[[], Any], str] = {
     _encoded_sources_go_at_once: "staged",
     _newest_copy_stands_for_all: "forked",
     _buffers_return_before_they_are_written: "two_models",
+    _events_are_used_again_at_once: "micro_batches",
 }
 
 

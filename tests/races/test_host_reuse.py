@@ -56,7 +56,8 @@ def test_sequence_lengths_seen_before_need_no_new_memory() -> None:
 
 def test_ranges_show_phases_and_layers_in_a_profile() -> None:
     model = make_model("opt")
-    with attach(model, PyAOConfig(policy="all", min_bytes=0)), torch.profiler.profile() as profile:
+    profile = torch.profiler.profile(acc_events=True)
+    with attach(model, PyAOConfig(policy="all", min_bytes=0)), profile:
         _step(model, 8)
     names = {event.name for event in profile.events() if event.name.startswith("pyao::")}
     for phase in ("offload", "layer_end", "backward_start", "reload"):

@@ -262,7 +262,7 @@ def test_mutant_that_uploads_before_the_slots_readers_are_done_is_caught(
             end.record(stream)
         order = next(transport._orders)
         times = transport._own_times
-        return StreamTicket(src.nbytes, stream, order, device, compute, times, start, end)
+        return StreamTicket(kind, src.nbytes, times, start, end, [], stream, order, device, compute)
 
     monkeypatch.setattr(StreamTransport, "_copy", copy_at_once)
     assert races_of(one_stream, {"policy": "off"})

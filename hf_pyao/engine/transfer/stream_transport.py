@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,32 +25,32 @@ from hf_pyao.errors import ConfigError
 
 
 @dataclass(eq=False, slots=True)
-class StreamTicket:
-    """A copy queued on a stream."""
+class _Timed:
+    """Two events between which something ran. They are used again once no one holds this."""
 
+    kind: str
     nbytes: int
+    times: LinkTimes
+    """Whose time it is."""
+    start: torch.Event
+    end: torch.Event
+    spare: list[torch.Event]
+    """Events of the device that may be recorded anew."""
+
+    def __del__(self) -> None:
+        """Give the events back. The transport holds this until both have come."""
+        self.spare.extend((self.start, self.end))
+
+
+@dataclass(eq=False, slots=True)
+class StreamTicket(_Timed):
+    """A copy queued on a stream, between two events."""
+
     queue: torch.Stream
     order: int
     device: torch.device
     compute: torch.Stream
     """The stream that was current when the copy was queued."""
-    times: LinkTimes
-    """Whose time it is."""
-    start: torch.Event
-    """Recorded before the copy."""
-    end: torch.Event
-    """Recorded behind the copy."""
-
-
-@dataclass(eq=False, slots=True)
-class _Timed:
-    """Two events between which something ran."""
-
-    kind: str
-    nbytes: int
-    start: torch.Event
-    end: torch.Event
-    times: LinkTimes
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +81,7 @@ class StreamTransport:
         self._streams: dict[torch.device, _Streams] = {}
         self._orders = itertools.count()
         self._timed: list[_Timed] = []
+        self._spare: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
         self._own_times = LinkTimes()
         self._copied = CopiedSoFar()
 
@@ -123,7 +125,7 @@ class StreamTransport:
         stream.wait_event(ticket.end)
         behind.record(stream)
         kind = "backward" if is_in_backward() else "forward"
-        self._timed.append(_Timed(kind, 0, before, behind, ticket.times))
+        self._timed.append(_Timed(kind, 0, ticket.times, before, behind, ticket.spare))
 
     def retire(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -161,9 +163,9 @@ class StreamTransport:
             else:
                 each.times.add_stall(elapsed_ms, in_backward=each.kind == "backward")
         times.move_to(meter)
-        for device in self._streams:
-            peak_bytes = torch.accelerator.max_memory_allocated(device)
-            meter.device_peak_bytes = max(meter.device_peak_bytes, peak_bytes)
+        if not meter.device_peak_bytes:  # asked once: a meter is collected until all is timed
+            peaks = map(torch.accelerator.max_memory_allocated, self._streams)
+            meter.device_peak_bytes = max(peaks, default=0)
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of the copies collected so far."""
@@ -196,10 +198,13 @@ class StreamTransport:
     ) -> StreamTicket:
         compute = current_stream(device)
         assert compute is not None
-        if ready is None:
-            ready = torch.Event(device)
-            ready.record(compute)
-        stream.wait_event(ready)
+        spare = self._spare[device]
+        if ready is not None:
+            stream.wait_event(ready)
+        else:
+            ready = self.mark(device)
+            stream.wait_event(ready)
+            spare.append(ready)  # a wait is for what was recorded before it
         for ticket in after:
             if ticket.queue is not stream and not ticket.end.query():
                 stream.wait_event(ticket.end)
@@ -208,15 +213,26 @@ class StreamTransport:
             start.record(stream)
             dst.copy_(src, non_blocking=True)
             end.record(stream)
-        nbytes = src.nbytes
-        if times is None:
-            times = self._own_times
-        self._timed.append(_Timed(kind, nbytes, start, end, times))
-        order = next(self._orders)
-        return StreamTicket(nbytes, stream, order, device, compute, times, start, end)
+        copied = StreamTicket(
+            kind,
+            src.nbytes,
+            self._own_times if times is None else times,
+            start,
+            end,
+            spare,
+            stream,
+            next(self._orders),
+            device,
+            compute,
+        )
+        self._timed.append(copied)
+        return copied
 
     def _event(self, device: torch.device) -> torch.Event:
-        return torch.Event(device, enable_timing=True)
+        try:
+            return self._spare[device].pop()
+        except IndexError:
+            return torch.Event(device, enable_timing=True)
 
     def _of(self, device: torch.device) -> _Streams:
         streams = self._streams.get(device)

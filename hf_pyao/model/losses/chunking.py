@@ -9,6 +9,7 @@ import torch
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.losses.transforms import LogitTransform, bytes_per_logit
+from hf_pyao.plan.hardware.device_limit import allocator_cap_bytes
 from hf_pyao.plan.step.loops import even_rows
 
 MIB = 2**20
@@ -51,11 +52,11 @@ class ChunkPlan:
 def default_budget_bytes(device: torch.device) -> int:
     """Return the bytes that one chunk may take: 1/24 of the device's memory, 256 MiB to 2 GiB.
 
-    512 MiB on a card of 12 GiB and on a CPU.
+    512 MiB on a card of 12 GiB and on a CPU. Of a device that the process may use in part
+    (``torch.cuda.set_per_process_memory_fraction``) that part counts.
     """
     if device.type == "cuda" and torch.cuda.is_available():
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        return max(MIN_BUDGET_BYTES, min(total_bytes // 24, MAX_BUDGET_BYTES))
+        return max(MIN_BUDGET_BYTES, min(allocator_cap_bytes(device) // 24, MAX_BUDGET_BYTES))
     return 512 * MIB
 
 

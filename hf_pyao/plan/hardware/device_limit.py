@@ -42,7 +42,8 @@ def device_limit(
     Args:
         device: where the model is.
         device_memory_gib: what is given, in GiB; None: what is free or reserved already, less
-            :data:`MARGIN`. The CUDA context is there by then, and not a part of it.
+            :data:`MARGIN`, and no more than :func:`allocator_cap_bytes`. The CUDA context is there
+            by then, and not a part of it.
         label: how messages call what is given.
     """
     allocated = _allocated_bytes(device)
@@ -54,8 +55,19 @@ def device_limit(
         return None
     free, _ = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    nbytes = int((free + reserved) * (1 - MARGIN))
-    return DeviceLimit(nbytes, allocated, f"{format_bytes(nbytes)} free on {device}")
+    free_bytes = int((free + reserved) * (1 - MARGIN))
+    nbytes = min(free_bytes, allocator_cap_bytes(device))
+    how = "free" if nbytes == free_bytes else "for this process (its memory fraction)"
+    return DeviceLimit(nbytes, allocated, f"{format_bytes(nbytes)} {how} on {device}")
+
+
+def allocator_cap_bytes(device: torch.device) -> int:
+    """Return the most bytes that torch's allocator may reserve on *device*, a CUDA device.
+
+    All of its memory, or what ``torch.cuda.set_per_process_memory_fraction`` leaves of that.
+    """
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def allocator_settings(device: torch.device) -> AllocatorSettings | None:

@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from hf_pyao.errors import ConfigError
+from hf_pyao.plan.hardware.device_limit import allocator_cap_bytes
 from hf_pyao.plan.hardware.device_speed import measure_device
+from hf_pyao.plan.hardware.kernel_settings import settings_of
 from hf_pyao.plan.hardware.link_speed import measure_link
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
@@ -25,6 +27,8 @@ HOST = Hardware(
 def hardware_of(device: torch.device) -> Hardware:
     """Return the speeds of *device* and its link: of its preset, else measured.
 
+    Its memory is no more than this process may have of it, beside the context.
+
     Raises:
         ConfigError: it is no preset, and nothing could be measured.
     """
@@ -33,9 +37,13 @@ def hardware_of(device: torch.device) -> Hardware:
     describe = getattr(torch.get_device_module(device), "get_device_name", None)
     name = str(device) if describe is None else str(describe(device))
     try:
-        return find_hardware(name)
+        found = find_hardware(name)
     except ConfigError:
-        return _measured(device, name)
+        found = _measured(device, name)
+    if device.type != "cuda":
+        return found
+    most_gib = allocator_cap_bytes(device) / GIB + found.context_gib
+    return dataclasses.replace(found, memory_gib=min(found.memory_gib, most_gib))
 
 
 def _measured(device: torch.device, name: str) -> Hardware:
@@ -50,6 +58,7 @@ def _measured(device: torch.device, name: str) -> Hardware:
             f"the link of {name} ({device}) is not known, and was not measured.",
             key="speeds-unknown",
         )
+    kernels = settings_of(device)
     model = LinkModel(d2h_gib_per_s=link.d2h_gib_per_s, h2d_gib_per_s=link.h2d_gib_per_s)
     return Hardware(
         name=name,
@@ -57,6 +66,8 @@ def _measured(device: torch.device, name: str) -> Hardware:
         link=dataclasses.replace(model, copy_engines=1 if link.is_duplex is False else 2),
         memory_gib=_total_bytes(device) / GIB,
         source="measured",
+        num_multiprocessors=kernels.num_multiprocessors,
+        capability=kernels.capability,
     )
 
 

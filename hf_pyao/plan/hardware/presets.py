@@ -370,11 +370,18 @@ def find_hardware(name: str) -> Hardware:
 
 _OTHER_NAMES = {
     "a10040": "a10040gb",
+    "a100pcie40gb": "a10040gb",
+    "a100sxm440gb": "a10040gb",
     "a10080": "a100",
     "a10080gb": "a100",
+    "a10080gbpcie": "a100",
+    "a100sxm480gb": "a100",
+    "h10080gbhbm3": "h100",
     "rtx4060ti16": "rtx4060ti16gb",
     "4060ti16": "rtx4060ti16gb",
 }
+"""Further names, those that torch gives among them. Cards with other speeds than the row have none:
+H100 PCIe and NVL, H200 NVL, those of laptops, parts of a card (MIG). "RTX 4060 Ti" is two cards."""
 
 
 def _key(name: str) -> str:

@@ -42,6 +42,10 @@ TAIL_LINES = 3
 IMPORT_TIMEOUT_S = 120.0
 """Most time to import one package."""
 
+PROBE_TIMEOUT_S = 120.0
+"""Most time to import and to look at the device; with cold files imports alone take most of a
+minute. What takes longer is a driver that hangs."""
+
 START_TIMEOUT_S = 300.0
 """Most time to import, reach the device and build the model."""
 
@@ -133,7 +137,7 @@ def probe(device: str, *, with_speeds: bool) -> Facts:
         ConfigError: the device cannot be had.
     """
     with Child(PROBE, device, with_speeds) as child:
-        _, message = child.receive(START_TIMEOUT_S)
+        _, message = child.receive(PROBE_TIMEOUT_S)
     if isinstance(message, Failure):
         raise ConfigError(f"device {device!r} cannot be looked at: {message}", key="bench-process")
     facts: Facts = message

@@ -34,7 +34,9 @@ def peak_of_step(device: torch.device, run: Callable[[], object]) -> int | None:
 
 def _peak_on_a_cpu(run: Callable[[], object]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         run()
     assert profile.profiler is not None
     results = profile.profiler.kineto_results

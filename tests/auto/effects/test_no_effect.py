@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
 
 from hf_pyao import (
     Offloader,
@@ -40,6 +39,8 @@ from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import RunReport
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
+
+trl = pytest.importorskip("trl", reason="its trainer and its offloader are among the cases")
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = [
@@ -356,21 +357,21 @@ class Untouched:
         raise AssertionError(f"the data were asked for {name!r}")
 
 
-class OurSFTTrainer(PyAOTrainerMixin, SFTTrainer):
+class OurSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):
     pass
 
 
 @dataclasses.dataclass
-class OurSFTConfig(PyAOArguments, SFTConfig):
+class OurSFTConfig(PyAOArguments, trl.SFTConfig):
     pass
 
 
 @dataclasses.dataclass
-class MixedInLast(SFTConfig, PyAOArguments):
+class MixedInLast(trl.SFTConfig, PyAOArguments):
     pass
 
 
-def sft_arguments(folder: Path, cls: type = SFTConfig, **values: Any) -> Any:
+def sft_arguments(folder: Path, cls: type = trl.SFTConfig, **values: Any) -> Any:
     values = {CHECKPOINTING: False, **values}
     return cls(output_dir=str(folder), use_cpu=True, report_to=[], **values)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, TrainingArguments
-from trl import SFTConfig
 
 from hf_pyao import attach
 from hf_pyao.auto.install.conflicts import (
@@ -82,10 +81,11 @@ def test_checkpointing_without_offload_passes() -> None:
 
 
 def test_trl_offloading_is_refused_and_the_abbreviation_explained() -> None:
-    arguments = SFTConfig("out", use_cpu=True, bf16=False, activation_offloading=True)
+    trl = pytest.importorskip("trl", reason="its arguments are refused")
+    arguments = trl.SFTConfig("out", use_cpu=True, bf16=False, activation_offloading=True)
     with pytest.raises(ConflictError, match="abbreviation of it: mix PyAOArguments"):
         check_training_arguments(arguments)
-    check_other_offloaders(SFTConfig("out", use_cpu=True, bf16=False))
+    check_other_offloaders(trl.SFTConfig("out", use_cpu=True, bf16=False))
 
 
 def test_several_gpus_in_one_process_are_refused() -> None:

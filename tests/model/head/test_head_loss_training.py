@@ -9,12 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-import trl
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
@@ -275,6 +273,8 @@ class InstallAtStart(TrainerCallback):
 @pytest.mark.thorough
 def test_sft_trainer(tmp_path: Path) -> None:
     # TRL fuses the head itself from some release on, and reads the logits of every step before.
+    datasets = pytest.importorskip("datasets", reason="SFTTrainer is given data sets")
+    trl = pytest.importorskip("trl", reason="its SFTTrainer is tested")
 
     def run(callback: TrainerCallback | None) -> Any:
         config = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False, loss_type="nll")

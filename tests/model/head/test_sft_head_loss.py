@@ -8,11 +8,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-import trl
 from torch import Tensor
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,6 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.helpers.head_loss_models import make_model
 from tests.model.head.test_head_loss_training import TRAINING, logged, tiny_tokenizer
+
+datasets = pytest.importorskip("datasets", reason="SFTTrainer is given data sets")
+trl = pytest.importorskip("trl", reason="its SFTTrainer is tested")
 
 # TRL sets the older of two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is depre:FutureWarning")

@@ -57,7 +57,6 @@ def request(dtype: torch.dtype, width: int = 64, **other: Any) -> AttentionReque
         (request(HALF, has_mask=True), HOPPER, CUDNN),
         (request(HALF, mask_needs_gradient=True, has_mask=True), HOPPER, EFFICIENT),
         (request(HALF), HOPPER._replace(is_deterministic=True), FLASH),
-        (request(HALF, dropout_p=0.1), HOPPER, FLASH),  # cuDNN knows sixteenths
         (request(HALF, dropout_p=0.125), HOPPER, CUDNN),
         (request(HALF, 136), HOPPER, FLASH),
         (request(WIDE), HOPPER, EFFICIENT),
@@ -67,3 +66,11 @@ def test_the_kernel_is_torchs_choice(
     asked: AttentionRequest, settings: KernelSettings, kernel: str
 ) -> None:
     assert choose_attention(asked, settings) == kernel
+
+
+@pytest.mark.parametrize(("release", "kernel"), [("2.11.0+cu130", CUDNN), ("2.12.0", FLASH)])
+def test_dropout_that_cudnn_would_round(
+    monkeypatch: pytest.MonkeyPatch, release: str, kernel: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+    assert choose_attention(request(HALF, dropout_p=0.1), HOPPER) == kernel

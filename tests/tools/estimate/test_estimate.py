@@ -260,9 +260,18 @@ def test_cards_are_found_by_the_names_that_people_write() -> None:
         "NVIDIA GeForce RTX 3090": "rtx3090",
         "4060 Ti 16": "rtx4060ti-16gb",
         "RTX 4060 Ti 16GB": "rtx4060ti-16gb",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100",
+        "A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA A100-PCIE-40GB": "a100-40gb",
     }.items():
         assert find_hardware(name).name == expected
-    for unknown in ("b300", "RTX 4060 Ti"):  # the latter has 8 GB or 16
+    unknown_names = (
+        "b300", "GeForce RTX 4060 Ti", "GeForce RTX 4070 Laptop GPU", "H100 PCIe", "H100 NVL",
+        "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA L40S",
+    )  # fmt: skip
+    for unknown in unknown_names:  # the second has 8 GB or 16
         with pytest.raises(ConfigError, match="unknown device"):
             find_hardware(unknown)
 
