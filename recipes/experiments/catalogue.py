@@ -15,8 +15,8 @@ from experiments import (
     zeroth_order,
     zeroth_order_page,
 )
+from experiments.experiment import Experiment
 from experiments.figures import FIGURE_1, FIGURE_2, FIGURE_4, FIGURE_5, TABLE_2, TABLE_3
-from experiments.runner import Experiment, NotBuilt
 
 FIGURE_6 = Experiment(
     name="figure6",
@@ -31,7 +31,7 @@ NEUROCACHE_1 = Experiment(
     name="neurocache_table1",
     title="NeuroCache Table 1: four configurations",
     predict=neurocache.predict_table_1,
-    miniature=NotBuilt("miniature", "neurocache_table2.py sweeps, with the same rows"),
+    miniature="neurocache_table2 sweeps, with the same rows",
     real=neurocache.real_table_2,
     section=neurocache_page.table_1_section,
     plot=neurocache_page.plot_configurations,
@@ -58,8 +58,8 @@ INEQUALITY = Experiment(
     name="inequality",
     title="The guide's inequality: where a transfer hides under compute",
     predict=hiding.predict_inequality,
-    miniature=NotBuilt("miniature", "a CPU's copies and compute share its cores"),
-    real=NotBuilt("real", "`pyao doctor` measures the link, table2.py --real the step"),
+    miniature="a CPU's copies and compute share its cores",
+    real="`pyao doctor` measures the link, table2 --real the step",
     section=hiding_page.inequality_section,
     plot=hiding_page.plot_inequality,
 )
@@ -77,7 +77,7 @@ COMMUNICATION = Experiment(
     title="The communication model: where a larger micro-batch pays",
     predict=scaling.predict_scaling,
     miniature=scaling.miniature_scaling,
-    real=NotBuilt("real", "figure6.py --real times steps over real links"),
+    real="figure6 --real times steps over real links",
     section=scaling_page.section,
     plot=scaling_page.plot,
 )
@@ -85,8 +85,8 @@ ZEROTH_ORDER_OVERLAP = Experiment(
     name="zeroth_order_overlap",
     title="ZO2, experiment 1: overlap of copies and compute",
     predict=zeroth_order.predict_overlap,
-    miniature=NotBuilt("miniature", "a CPU copies and computes on the same cores"),
-    real=NotBuilt("real", "the board and `pyao doctor` measure a step and the link"),
+    miniature="a CPU copies and computes on the same cores",
+    real="the board and `pyao doctor` measure a step and the link",
     section=zeroth_order_page.overlap_section,
 )
 ZEROTH_ORDER_COMPRESSION = Experiment(
@@ -94,7 +94,7 @@ ZEROTH_ORDER_COMPRESSION = Experiment(
     title="ZO2, experiment 2: the dtype of weights and transfers",
     predict=zeroth_order.predict_compression,
     miniature=zeroth_order.miniature_compression,
-    real=NotBuilt("real", "the board measures a step in each dtype"),
+    real="the board measures a step in each dtype",
     section=zeroth_order_page.compression_section,
     plot=zeroth_order_page.plot_task,
 )
@@ -102,8 +102,8 @@ ZEROTH_ORDER_SCALING = Experiment(
     name="zeroth_order_scaling",
     title="ZO2, experiment 3: memory and throughput over the model's size",
     predict=zeroth_order.predict_scaling,
-    miniature=NotBuilt("miniature", "tests count the device's bytes of small models"),
-    real=NotBuilt("real", "the board measures memory and steps of one size"),
+    miniature="tests count the device's bytes of small models",
+    real="the board measures memory and steps of one size",
     section=zeroth_order_page.scaling_section,
     plot=zeroth_order_page.plot_scaling,
 )

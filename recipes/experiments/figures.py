@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from experiments import memory, memory_page, overheads, throughput
+from experiments.experiment import Experiment, Mode, Options, need_accelerator
 from experiments.measured import bench_rows, held_rows, host_rows, method_of, methods_of_all
 from experiments.rows import Result
-from experiments.runner import Experiment, Mode, NotBuilt, Options, need_accelerator
 from hf_pyao.errors import ConfigError
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -72,7 +72,7 @@ FIGURE_1 = Experiment(
     name="figure1",
     title="PyAO Figure 1: activations' share of device memory under ZeRO-2",
     predict=memory.predict_shares,
-    miniature=NotBuilt("miniature", "Figure 4's counts what autograd holds"),
+    miniature="Figure 4's counts what autograd holds",
     real=_measured("Figure 1"),
     section=memory_page.figure_1_section,
     plot=memory_page.plot_shares,
@@ -99,7 +99,7 @@ FIGURE_2 = Experiment(
     name="figure2",
     title="PyAO Figure 2: activation throughput by sub-module",
     predict=throughput.predict_throughput,
-    miniature=NotBuilt("miniature", "a CPU has no device whose time could be taken"),
+    miniature="a CPU has no device whose time could be taken",
     real=_profile,
     section=throughput.figure_2_section,
     plot=throughput.plot_throughput,
@@ -108,7 +108,7 @@ TABLE_2 = Experiment(
     name="table2",
     title="PyAO Table 2: offloading everything, and with selective recomputation",
     predict=overheads.predict_components,
-    miniature=NotBuilt("miniature", "a CPU copies and computes on the same cores"),
+    miniature="a CPU copies and computes on the same cores",
     real=_table_2,
     section=overheads.table_2_section,
     plot=overheads.plot_components,
@@ -117,7 +117,7 @@ TABLE_3 = Experiment(
     name="table3",
     title="PyAO Table 3: copies on the compute stream, and on one of their own",
     predict=overheads.predict_streams,
-    miniature=NotBuilt("miniature", "a CPU has no streams"),
+    miniature="a CPU has no streams",
     real=_table_3,
     section=overheads.table_3_section,
     plot=overheads.plot_streams,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, use_one_thread
 from experiments.rows import PREDICT, Result, Row
-from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, OFFLOAD_ALL, OFFLOAD_ALL_INT8
 from hf_pyao.config import PyAOConfig
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware

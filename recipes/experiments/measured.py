@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from experiments.experiment import Options, need_accelerator, progress
 from experiments.published import NUM_NODES
 from experiments.rows import MINIATURE, OK, REAL, Row
-from experiments.runner import Options, need_accelerator, progress
 from experiments.systems import ACCUMULATION, GIVEN, MODELS, SYSTEMS, System
 
 MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.predictor import ASSUMPTIONS, Predictor, card_limit_bytes, use_one_thread
 from experiments.rows import OK, OUT_OF_MEMORY, PREDICT, Result, Row
-from experiments.runner import Options, progress
 from experiments.systems import BASELINE, GIVEN, MODELS, PYAO_INT8, SYSTEMS
 
 MICRO_BATCHES = {"opt": (1, 2, 4, 8, 10), "gpt2": (1, 2, 3, 4, 8, 10), "llama": (1, 2, 4, 5, 8)}

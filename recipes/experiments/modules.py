@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.hiding import at
 from experiments.page import bullets, paragraph, source, table
 from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
 from experiments.rows import MINIATURE, PREDICT, Result, Row, one, select
-from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
 from hf_pyao.model.map.architectures import MODULE_MAPS

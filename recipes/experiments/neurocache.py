@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, need_accelerator
 from experiments.predictor import use_one_thread
 from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, REAL, Result, Row
-from experiments.runner import Options, need_accelerator
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.sweep import SweepPoint, SweepReport

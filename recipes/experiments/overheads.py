@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.page import bullets, paragraph, source, table
 from experiments.predictor import (
     ASSUMPTIONS,
@@ -16,7 +17,6 @@ from experiments.predictor import (
     use_one_thread,
 )
 from experiments.rows import NOT_PREDICTED, PREDICT, Result, Row, one, select
-from experiments.runner import Options, progress
 from experiments.systems import (
     ACCUMULATION,
     AUTO,

@@ -42,8 +42,10 @@ def source(document: dict[str, Any]) -> str:
     folder = "../results/experiments"
     name = f"{document['name']}_{document['mode']}"
     machine = f"{host['num_cores']} cores of an {host['processor']}"
+    # Older files name a script of the experiment's own.
+    command = provenance["command"].replace(f"{document['name']}.py", f"run.py {document['name']}")
     return paragraph(
-        f"*`python recipes/experiments/{provenance['command']}`, mode {document['mode']}, commit "
+        f"*`python recipes/experiments/{command}`, mode {document['mode']}, commit "
         f"`{commit}`, {machine}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}: [result file]({folder}/{name}.json).*"
     )

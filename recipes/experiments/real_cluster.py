@@ -14,8 +14,8 @@ from pathlib import Path
 
 from experiments import published
 from experiments.communication import COUNTINGS, num_rounds
+from experiments.experiment import Options, progress
 from experiments.rows import OK, REAL, Result, Row
-from experiments.runner import Options, progress
 from experiments.systems import (
     BASELINE,
     CHECKPOINTING,

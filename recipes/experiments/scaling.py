@@ -9,10 +9,10 @@ from typing import Any
 
 from experiments.calibration import HeldOut, Point, calibrate, check, errors_of
 from experiments.communication import Cluster, Work, find_engine, time_of_accumulated
+from experiments.experiment import Options, progress
 from experiments.miniature_cluster import points_of, read_sweeps
 from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
 from experiments.rows import MINIATURE, PREDICT, Result, Row
-from experiments.runner import Options, progress
 from experiments.systems import ACCUMULATION, BASELINE, CHECKPOINTING, PYAO, System
 from experiments.time_to_target import OPTIMIZER_NS
 

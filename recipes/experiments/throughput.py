@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.page import bullets, paragraph, source, table
 from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
 from experiments.rows import PREDICT, Result, Row, select
-from experiments.runner import Options, progress
 from experiments.systems import BASELINE, MODELS
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_device_time, by_pack_intervals

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments import published
 from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
+from experiments.experiment import Options, need_accelerator, progress
 from experiments.miniature_cluster import read_sweeps, speedups_of
 from experiments.predictor import (
     ASSUMPTIONS,
@@ -16,7 +17,6 @@ from experiments.predictor import (
     use_one_thread,
 )
 from experiments.rows import PREDICT, Result, Row
-from experiments.runner import Options, need_accelerator, progress
 from experiments.systems import (
     ACCUMULATION,
     AUTO,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from experiments.experiment import Options
 from experiments.rows import MINIATURE, PREDICT, Result, Row
-from experiments.runner import Options
 from hf_pyao.plan.weights.visit_clock import VisitClock, VisitTimes, least_step_ms
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.zeroth_order.estimate import GB, Choices, zeroth_order_memory
