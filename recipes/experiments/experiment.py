@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from experiments.page import source
 from experiments.rows import MINIATURE, PREDICT, REAL, Result
 from hf_pyao.errors import ConfigError
 
@@ -26,6 +27,8 @@ class Options:
 
 
 Mode = Callable[[Options], Result]
+Part = Callable[[dict[str, Any]], list[str]]
+"""Writes what the page says of a result file, block by block."""
 Plot = Callable[[dict[str, Any]], Any]
 """Makes a matplotlib figure of a result file."""
 
@@ -37,18 +40,29 @@ class Experiment:
     name: str
     """For the command line, and of its files."""
     title: str
+    """Heading of its part of the page."""
     predict: Mode
     miniature: Mode | str
     """A text says why there is none; the same in ``real``."""
     real: Mode | str
-    section: Callable[[Callable[[str], dict[str, Any] | None]], str]
-    """Writes its part of the page, from what ``read(mode)`` returns."""
+    parts: Mapping[str, Part]
+    """Mode -> what the page says of its result file; in the page's order."""
+    introduction: str = ""
     plot: Plot | None = None
 
     @property
     def modes(self) -> dict[str, Mode | str]:
         """What is run in each mode, or why nothing is."""
         return {PREDICT: self.predict, MINIATURE: self.miniature, REAL: self.real}
+
+    def section(self, read: Callable[[str], dict[str, Any] | None]) -> str:
+        """Return its part of the page; *read* returns a mode's result file, None without one."""
+        blocks = [f"## {self.title}", self.introduction]
+        for mode, part in self.parts.items():
+            document = read(mode)
+            if document is not None:
+                blocks += [*part(document), source(document)]
+        return "\n\n".join(filter(None, blocks))
 
 
 def progress(items: Iterable[Item], what: str) -> Iterable[Item]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.catalogue import EXPERIMENTS
@@ -44,9 +46,11 @@ def _run(experiment: Experiment, args: argparse.Namespace) -> None:
     run = experiment.modes[mode]
     if isinstance(run, str):
         raise ConfigError(f"there is no --{mode} for this one: {run}.")
+    if mode == PREDICT:
+        torch.set_num_threads(1)  # fake tensors need no more
     result = run(options)
     for row in result.rows:
-        print(("smoke, a micro model for " if args.smoke else "") + _line(row))
+        print(("smoke, a micro model for " if args.smoke else "") + f"{_line(row)} [{mode}]")
     path = args.result
     if path is None and not args.smoke:
         path = result_path(experiment.name, mode)
@@ -73,8 +77,7 @@ def _line(row: Any) -> str:
     size = "" if row.micro_batch is None else f" at {row.micro_batch}"
     value = row.status if row.value is None else f"{row.value:.6g} {row.unit}"
     paper = "" if row.published is None else f" (published: {row.published:g})"
-    head = f"{row.figure} | {row.model} | {row.system}{size} | {row.quantity}"
-    return f"{head}: {value}{paper} [{row.mode}]"
+    return f"{row.model} | {row.system}{size} | {row.quantity}: {value}{paper}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
