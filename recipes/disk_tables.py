@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from result_file import with_part
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
@@ -31,22 +32,17 @@ def main() -> int:
 
 def pages() -> dict[Path, str]:
     """Return both pages as they are to be."""
-    found = {}
+    written = {}
     for room, name, table in (
         ("weights", "disk_tier_weights.json", of_weights),
         ("transfer", "disk_activations.json", of_activations),
     ):
         page = ROOT / "hf_pyao" / "engine" / room / "README.md"
-        found[page] = _with_table(page.read_text(), name, table)
-    return found
-
-
-def _with_table(text: str, name: str, table: Callable[[dict[str, Any]], str]) -> str:
-    begin, end = BEGIN.format(name), END.format(name)
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    found = json.loads((RESULTS / name).read_text())
-    return f"{before}{begin}\n{_origin(found, name)}\n\n{table(found)}\n{end}{after}"
+        found = json.loads((RESULTS / name).read_text())
+        part = f"{_origin(found, name)}\n\n{table(found)}"
+        begin, end = BEGIN.format(name), END.format(name)
+        written[page] = with_part(page.read_text(), begin, end, part)
+    return written
 
 
 def _origin(found: dict[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The JSON file that a recipe leaves: its figures, and where they come from."""
+"""The JSON file that a recipe leaves: its figures, and where they come from; its part of a page."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def write_result(path: Path | str, *, kind: str, schema_version: int, **content:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(to_plain(document), indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
+
+
+def with_part(page: str, begin: str, end: str, part: str) -> str:
+    """Return *page* with *part* between its lines *begin* and *end*.
+
+    Raises:
+        ValueError: *page* lacks one of them.
+    """
+    head, found, rest = page.partition(f"{begin}\n")
+    _, ending, tail = rest.partition(f"{end}\n")
+    if not ending:
+        raise ValueError(
+            f"the page has no lines {begin!r} and {end!r}, in this order: put them where the part "
+            "is to stand."
+        )
+    return f"{head}{found}{part}\n{ending}{tail}"

@@ -423,7 +423,8 @@ def exists(name: str, page: Path) -> bool:
 
 def test_pages_name_files_that_exist() -> None:
     for page, text in pages().items():
-        files = re.findall(r"(?<![\w./{*])([\w./]*\w\.py)\b", text)
+        # `COMMIT:PATH` names a file of another commit.
+        files = re.findall(r"(?<![\w./{*:])([\w./]*\w\.py)\b", text)
         folders = re.findall(r"`((?:[\w.]+/)+)`", text)
         links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
         for name in {*files, *folders, *links} - FILES_OF_OTHERS:

@@ -1,20 +1,19 @@
-"""Time, peak bytes and loss curve of the chunked head loss against the model's own, as JSON.
+"""Time and peak bytes of the chunked head loss against the model's own, as JSON.
 
     python recipes/bench/bench_head_loss.py --out head_loss_time.json
-    python recipes/bench/bench_head_loss.py --curve --out head_loss_curve.json
     python recipes/bench/bench_head_loss.py --smoke
 
 What is timed is forward and backward of a transformers model without layers: final norm, head and
 loss. The two ways take turns, and the ratio is of CPU time of one thread, which other processes on
-the machine disturb less than they do wall time. The curve trains a small model on the sources of
-Python's standard library, both ways from the same seeds.
+the machine disturb less than they do wall time.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.head_loss_curve import compare_curves
-from bench.turns import peak_bytes, times_in_turns
 from hf_pyao.model.head.head_loss import install_head_loss
+from hf_pyao.plan.documents.bench import StepTimes
 from result_file import write_result
 
 SCHEMA_VERSION = 1
+NUM_WARMUP = 1
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a table, and write JSON if asked."""
     arguments = _parse(argv)
     torch.set_num_threads(1)
-    if arguments.curve:
-        kind, rows = "head loss curve", compare_curves(arguments.steps, arguments.seeds)
-    else:
-        kind, rows = "head loss time", []
-        for num_vocab in arguments.vocab:
-            for num_tokens, budget_mib in zip(arguments.tokens, arguments.budget_mib, strict=True):
-                rows.append(_measure(num_vocab, num_tokens, budget_mib, arguments))
-                _print_row(rows[-1])
+    rows = []
+    for num_vocab in arguments.vocab:
+        for num_tokens, budget_mib in zip(arguments.tokens, arguments.budget_mib, strict=True):
+            rows.append(_measure(num_vocab, num_tokens, budget_mib, arguments))
+            _print_row(rows[-1])
     if arguments.out:
         write_result(
             arguments.out,
-            kind=kind,
+            kind="head loss time",
             schema_version=SCHEMA_VERSION,
             config={**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
             rows=rows,
@@ -63,16 +59,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hidden", type=int, default=768, help="hidden size")
     parser.add_argument("--rounds", type=int, default=7, help="timed runs of each way")
-    parser.add_argument("--curve", action="store_true", help="compare loss curves instead")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a curve")
-    parser.add_argument("--seeds", type=int, default=5, help="curves of each way")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--out", help="write JSON here")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.vocab, arguments.tokens, arguments.hidden = [999], [64, 300], 32
-        arguments.budget_mib = [512, 1]
-        arguments.rounds, arguments.steps, arguments.seeds = 2, 3, 2
+        arguments.budget_mib, arguments.rounds = [512, 1], 2
     return arguments
 
 
@@ -86,7 +78,7 @@ def _measure(
     embedded = torch.randn(1, num_tokens, arguments.hidden)
     labels = torch.randint(0, num_vocab, (1, num_tokens))
     ways = {way: partial(_step, model, embedded, labels) for way, model in models.items()}
-    times = times_in_turns(ways, arguments.rounds)
+    times = _times_in_turns(ways, arguments.rounds)
     ratios = {
         f"{clock}_time_ratio": times[f"chunked_{clock}"].median_ms / times[f"own_{clock}"].median_ms
         for clock in ("wall", "cpu")
@@ -121,9 +113,35 @@ def _step(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.Tensor)
     model(inputs_embeds=hidden, labels=labels, use_cache=False).loss.backward()
 
 
+def _times_in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, Any]:
+    """Run *ways* in turns; return the times of each, as ``<way>_wall`` and ``<way>_cpu``."""
+    times_ms: dict[str, list[float]] = {f"{way}_{c}": [] for c in ("wall", "cpu") for way in ways}
+    for turn in range(NUM_WARMUP + num_rounds):
+        for way in list(ways) if turn % 2 else reversed(list(ways)):
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            ways[way]()
+            times_ms[f"{way}_wall"].append((time.perf_counter() - wall_s) * 1e3)
+            times_ms[f"{way}_cpu"].append((time.process_time() - cpu_s) * 1e3)
+    return {
+        name: StepTimes.of(values[NUM_WARMUP:], NUM_WARMUP) for name, values in times_ms.items()
+    }
+
+
 def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int:
+    """Return the most bytes that one step has allocated at once, by the allocator's own events."""
     model.zero_grad()
-    return peak_bytes(step)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
+        step()
+    profiler: Any = profile.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    live, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
 
 
 def _print_row(row: dict[str, Any]) -> None:

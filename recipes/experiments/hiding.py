@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments import published
-from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, use_one_thread
-from experiments.rows import PREDICT, Result, Row
-from experiments.runner import Options, progress
+from experiments.experiment import Options
+from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, predictors
+from experiments.rows import Result, Row
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, OFFLOAD_ALL, OFFLOAD_ALL_INT8
 from hf_pyao.config import PyAOConfig
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
@@ -17,8 +17,6 @@ from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
-
-Read = Callable[[str], dict[str, Any] | None]
 
 LINKS_GB_PER_S = {
     "PCIe 3.0 x8": 6.25,
@@ -53,10 +51,8 @@ def break_even_gib_per_s(compute_ms: float, num_bytes: float) -> float:
 
 def predict_inequality(options: Options) -> Result:
     """Predict where the guide's inequality holds: models, cards and links."""
-    use_one_thread()
     rows = list(_guides_own())
-    for model in progress(options.models, "the guide's inequality"):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "the guide's inequality"):
         for card, (name, tflop_per_s) in CARDS.items():
             hardware = find_hardware(name)
             if tflop_per_s is not None:
@@ -67,28 +63,23 @@ def predict_inequality(options: Options) -> Result:
 
 
 def _guides_own() -> Iterator[Row]:
-    common: dict[str, Any] = {
-        "figure": "inequality",
-        "model": "the guide's shard, 2 GiB under 20 ms",
-    }
+    model = "the guide's shard, 2 GiB under 20 ms"
     for name, speed in published.GUIDE_LINKS_GIB_PER_S.items():
         yield Row(
-            **common,
+            model=model,
             system=name,
             quantity="transfer",
             unit="ms",
             value=transfer_ms(published.GUIDE_SHARD_BYTES, speed),
             published=published.GUIDE_TRANSFER_MS[name],
-            mode=PREDICT,
         )
     yield Row(
-        **common,
+        model=model,
         system="break-even",
         quantity="link",
         unit="GiB/s",
         value=break_even_gib_per_s(published.GUIDE_COMPUTE_MS, published.GUIDE_SHARD_BYTES),
         published=published.GUIDE_BREAK_EVEN_GIB_PER_S,
-        mode=PREDICT,
     )
 
 
@@ -103,12 +94,7 @@ def _inequality(
         whole = predictor.predicted(OFFLOAD_ALL, MICRO_BATCH)
         ratio = predictor.predicted(OFFLOAD_ALL_INT8, MICRO_BATCH).host_bytes / whole.host_bytes
     plain = at(predictor.program(BASELINE, MICRO_BATCH), hardware, False)
-    common: dict[str, Any] = {
-        "figure": "inequality",
-        "model": MODELS[model],
-        "micro_batch": MICRO_BATCH,
-        "mode": PREDICT,
-    }
+    common: dict[str, Any] = {"model": MODELS[model], "micro_batch": MICRO_BATCH}
     for name, num_bytes in (("identity", exact), ("int8", exact * ratio)):
         yield Row(
             **common,

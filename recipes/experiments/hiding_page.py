@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from experiments.hiding import CARDS, LINKS_GB_PER_S
-from experiments.page import bullets, paragraph, source, table
-from experiments.rows import PREDICT, one, select
+from experiments.page import bullets, paragraph, table, table_of
+from experiments.plots import lines
+from experiments.rows import one, select
 from experiments.systems import MODELS
 
-Read = Callable[[str], dict[str, Any] | None]
 
-
-def inequality_section(read: Read) -> str:
-    """Write the page's part on the guide's inequality."""
-    found = read(PREDICT)
-    parts = ["## The guide's inequality: where a transfer hides under compute"]
-    if found is None:
-        return parts[0]
-    own = [
-        [row["system"], row["quantity"], f"{row['published']:g} {row['unit']}",
-         f"{row['value']:.1f} {row['unit']}"]
-        for row in found["rows"]
-        if row["published"] is not None
-    ]  # fmt: skip
+def predicted_inequality(found: dict[str, Any]) -> list[str]:
+    """Write of the guide's inequality, predicted."""
     rows = []
     for name in MODELS.values():
         for card in CARDS:
@@ -48,9 +36,15 @@ def inequality_section(read: Read) -> str:
                 cells.append(f"{row['value']:.2f} ({row['detail']['guide']:.2f})")
             again = one(found["rows"], model=name, system=f"{card}, checkpointing")
             rows.append([*cells, f"{again['value']:.2f}"])
-    parts += [
+    return [
         paragraph("*Mode: predict.* The guide's own example (a 2 GiB shard under 20 ms) first:"),
-        table(["", "", "guide", "ours"], own),
+        table_of(
+            [row for row in found["rows"] if row["published"] is not None],
+            ("", "{system}"),
+            ("", "{quantity}"),
+            ("guide", "{published:g} {unit}"),
+            ("ours", "{value:.1f} {unit}"),
+        ),
         paragraph(
             "Then each model at micro-batch 4, all of it offloaded layer by layer: the slowest "
             "link (GB/s of 1e9) that hides what a layer saves under its own forward, and the step "
@@ -70,17 +64,13 @@ def inequality_section(read: Read) -> str:
                 "layers' bytes nor their compute.",
             ]
         ),
-        source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def plot_inequality(document: dict[str, Any]) -> Any:
     """Draw the step over keeping all, by link, a panel for each model."""
-    from experiments.plots import lines
-
     points = []
-    for row in select(document["rows"], figure="inequality", unit="x"):
+    for row in select(document["rows"], unit="x"):
         for link, speed in LINKS_GB_PER_S.items():
             if row["quantity"] == f"step with {link} over keeping all":
                 points.append((row["model"], row["system"], speed, row["value"]))

@@ -19,11 +19,12 @@ def introduction() -> str:
         [
             "# The papers' figures and tables",
             paragraph(
-                "Each has a script here: `--predict` takes hf_pyao's predictor and the "
+                "`python recipes/experiments/run.py NAME` runs each: `--predict` takes hf_pyao's "
+                "predictor and the "
                 "communication model, for the paper's hardware; `--miniature` runs small models "
                 "on this CPU or reads what the local cluster measured; `--real` takes the "
                 "accelerator that is there, and refuses in one line where there is none; `--smoke` "
-                "says in seconds whether the script runs. Each row names its mode. **Nothing on "
+                "says in seconds whether it runs. Each row names its mode. **Nothing on "
                 "this page was measured on a GPU.** A paper's value stands here only if it is in "
                 "its text: what a plot or a table's picture has alone is 'not in the text'."
             ),

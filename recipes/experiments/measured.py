@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from experiments.experiment import Mode, Options, need_accelerator, progress
 from experiments.published import NUM_NODES
-from experiments.rows import MINIATURE, OK, REAL, Row
-from experiments.runner import Options, need_accelerator, progress
+from experiments.rows import OK, Result, Row
 from experiments.systems import ACCUMULATION, GIVEN, MODELS, SYSTEMS, System
 
 MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64
+MICRO_BATCHES = (1, 2, 4, 8)
+COUNTED = (
+    "small models in float32 on a CPU: bytes are exact, and no device memory is measured",
+    "policy 'all' in the place of 'pyao': the rule has no device to time",
+)
+MEASURED = (
+    "one device, one process: gradients are let go as they are complete, and AdamW is left out"
+)
 NOTHING = {"policy": "budget", "budget": 0}
 """Settings with which nothing leaves, and all is counted."""
 
@@ -90,90 +98,102 @@ def optimizer_bytes(architecture: str, size: str, num_nodes: int) -> tuple[int, 
     return share.nbytes, sum(value.nbytes for value in states)
 
 
-def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
-    """Yield what autograd holds after forward, for each model, system and micro-batch."""
-    for model in options.models:
-        for system in progress(GIVEN, model):
-            if system is ACCUMULATION:  # gradients differ, and what autograd holds does not
-                continue
-            for micro_batch in sizes[:2] if options.is_smoke else sizes:
-                size = "micro" if options.is_smoke else MINIATURE_SIZE
-                counted = held_after_forward(model, system, micro_batch, size)
-                yield Row(
-                    figure=figure,
-                    model=f"{model}:{size}",
-                    system=system.name,
-                    micro_batch=micro_batch,
-                    quantity="held after forward",
-                    unit="MB",
-                    value=counted["held_bytes"] / 1e6,
-                    mode=MINIATURE,
-                    detail={
-                        "offloaded_mb": counted["offloaded_bytes"] / 1e6,
-                        "host_mb": counted["host_peak_bytes"] / 1e6,
-                        "link_mb": counted["link_bytes"] / 1e6,
-                    },
-                )
+def count_held(options: Options) -> Result:
+    """Count what autograd holds after forward, for each model, system and micro-batch."""
+    rows = [
+        Row(
+            **common,
+            quantity="held after forward",
+            value=counted["held_bytes"] / 1e6,
+            detail={
+                "offloaded_mb": counted["offloaded_bytes"] / 1e6,
+                "host_mb": counted["host_peak_bytes"] / 1e6,
+                "link_mb": counted["link_bytes"] / 1e6,
+            },
+        )
+        for _, common, counted in _counted(options)
+    ]
+    return Result(rows=rows, assumptions=COUNTED)
 
 
-def host_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
-    """Yield what a node's host holds for a step, by component."""
-    size = "micro" if options.is_smoke else MINIATURE_SIZE
+def count_host(options: Options) -> Result:
+    """Count what a node's host holds for a step, by component."""
+    size = _size(options)
+    optimizer = {model: optimizer_bytes(model, size, NUM_NODES) for model in options.models}
+    rows = []
+    for model, common, counted in _counted(options):
+        weights, states = optimizer[model]
+        parts = {
+            "float32 weights": weights / 1e6,
+            "optimizer states": states / 1e6,
+            "activations": counted["host_peak_bytes"] / 1e6,
+        }
+        value = sum(parts.values())
+        rows.append(Row(**common, quantity="peak host memory", value=value, detail=parts))
+    return Result(
+        rows=rows,
+        assumptions=[
+            *COUNTED,
+            "float32 weights and AdamW's states: of a fifth of the parameters, after a real step "
+            "of torch's AdamW; activations: the host pool's peak; the process and its libraries "
+            "are not counted",
+        ],
+    )
+
+
+def _size(options: Options) -> str:
+    return "micro" if options.is_smoke else MINIATURE_SIZE
+
+
+def _counted(options: Options) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
+    """Yield each model, what its rows have in common, and what was counted of a step."""
+    size = _size(options)
     for model in options.models:
-        weights, states = optimizer_bytes(model, size, NUM_NODES)
         for system in progress(GIVEN, model):
-            if system is ACCUMULATION:  # its gradients are the device's, and the host has the same
+            if system is ACCUMULATION:  # its gradients differ; what is counted does not
                 continue
-            for micro_batch in sizes[:2] if options.is_smoke else sizes:
-                counted = held_after_forward(model, system, micro_batch, size)
-                parts = {
-                    "float32 weights": weights / 1e6,
-                    "optimizer states": states / 1e6,
-                    "activations": counted["host_peak_bytes"] / 1e6,
+            for micro_batch in MICRO_BATCHES[:2] if options.is_smoke else MICRO_BATCHES:
+                common = {
+                    "model": f"{model}:{size}",
+                    "system": system.name,
+                    "micro_batch": micro_batch,
+                    "unit": "MB",
                 }
-                yield Row(
-                    figure=figure,
-                    model=f"{model}:{size}",
-                    system=system.name,
-                    micro_batch=micro_batch,
-                    quantity="peak host memory",
-                    unit="MB",
-                    value=sum(parts.values()),
-                    mode=MINIATURE,
-                    detail=parts,
-                )
+                yield model, common, held_after_forward(model, system, micro_batch, size)
 
 
-def bench_rows(
-    options: Options,
-    figure: str,
+def benched(
     micro_batches: Sequence[int],
-    methods: dict[str, str],
-    *,
-    size: dict[str, str] | None = None,
-) -> Iterator[Row]:
-    """Yield peaks and times of methods on the accelerator that is here.
+    methods: Mapping[str, str],
+    assumptions: Sequence[str] = (MEASURED,),
+) -> Mode:
+    """Return a mode that measures peaks and times on the accelerator that is here.
 
     Args:
-        options: which models.
-        figure: of the rows.
         micro_batches: which.
         methods: name of the system -> method of ``pyao bench``.
-        size: shape of each model; None: the paper's.
-
-    Raises:
-        ConfigError: there is no accelerator.
+        assumptions: of the result.
     """
-    need_accelerator("an accelerator with its driver and torch built for it")
+
+    def run(options: Options) -> Result:
+        need_accelerator("an accelerator with its driver and torch built for it")
+        rows = list(_bench_rows(options, micro_batches, methods))
+        return Result(rows=rows, assumptions=assumptions)
+
+    return run
+
+
+def _bench_rows(
+    options: Options, micro_batches: Sequence[int], methods: Mapping[str, str]
+) -> Iterator[Row]:
     from hf_pyao.tools.bench.harness import run_bench
     from hf_pyao.tools.bench.setup import BenchSetup, Trial
     from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
     from hf_pyao.tools.estimate.model_specs import parse_model
 
     for model in options.models:
-        shape = (size or PAPER_SIZES)[model]
         setup = BenchSetup(
-            model=parse_model(f"{model}:{shape}"),
+            model=parse_model(f"{model}:{PAPER_SIZES[model]}"),
             dtype="float16",
             gradients="release",  # as under ZeRO-2 a gradient leaves when it is complete
         )
@@ -186,11 +206,9 @@ def bench_rows(
         names = {method: name for name, method in methods.items()}
         for row in report.rows:
             common: dict[str, Any] = {
-                "figure": figure,
                 "model": MODELS[model],
                 "system": names[row.method],
                 "micro_batch": row.micro_batch,
-                "mode": REAL,
                 "status": OK if row.status == OK else row.status,
                 "note": row.reason,
                 "detail": {"metrics": row.metrics, "device": report.device.get("name")},

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from experiments import published
-from experiments.page import bullets, paragraph, source, table
-from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, RESULTS, one, select
+from experiments.page import bullets, grid, paper, paragraph, table, table_of
+from experiments.plots import over_micro_batch
+from experiments.rows import OK, OUT_OF_MEMORY, PREDICT, RESULTS, one, select
 from experiments.systems import (
     AUTO,
     AUTO_CHUNKED,
@@ -22,6 +22,7 @@ from experiments.systems import (
     PYAO_INT8,
     SYSTEMS,
 )
+from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
 
 ESTIMATED = {
     BASELINE: "none",
@@ -34,97 +35,84 @@ ESTIMATED = {
 }
 """Systems of which ``pyao estimate`` has a row, by its name there."""
 
-SIZES = {"opt": "1.3b", "gpt2": "0.8b", "llama": "1.2b"}
-"""Of the models, in the names of the estimates' files."""
-
 HOST_PARTS = ("float32 weights", "optimizer states", "activations")
 """Components of a host's peak, as both modes name them."""
 
-Read = Callable[[str], dict[str, Any] | None]
+_in_brackets = paper(" (paper: {published:g})")
 
 
-def _peaks(document: dict[str, Any], figure: str, systems: tuple[str, ...]) -> str:
+def _peaks(document: dict[str, Any], systems: tuple[str, ...]) -> str:
     rows = []
     for name in MODELS.values():
-        found = select(document["rows"], model=name, figure=figure, unit="GB")
+        found = select(document["rows"], model=name, unit="GB")
         for micro_batch in sorted({row["micro_batch"] for row in found}):
             cells = [name, str(micro_batch)]
             for system in systems:
                 row = one(found, system=system, micro_batch=micro_batch)
-                cell = f"{row['value']:.2f}" + " OOM" * (row["status"] == OUT_OF_MEMORY)
-                if row["published"] is not None:
-                    cell += f" (paper: {row['published']:g})"
-                cells.append(cell)
+                oom = " OOM" * (row["status"] == OUT_OF_MEMORY)
+                cells.append(f"{row['value']:.2f}{oom}{_in_brackets(row)}")
             rows.append(cells)
     return table(["model", "micro-batch", *systems], rows)
 
 
-def figure_4_section(read: Read) -> str:
-    """Write the page's part on Figure 4."""
-    parts = ["## PyAO, Figure 4: peak device memory by micro-batch"]
-    found = read(PREDICT)
-    if found is not None:
-        names = tuple(system.name for system in SYSTEMS)
-        parts += [
-            paragraph(
-                "*Mode: predict.* GB of 1e9 bytes; in brackets the paper's where its text has it "
-                "(section 6.2; its other bars are in a plot alone). OOM: more than 12 GiB less 4 "
-                "%. The paper's PyAO compresses: its values stand beside int8."
-            ),
-            _peaks(found, "Figure 4", names),
-            paragraph("The largest micro-batch that 8.68 GB of tensors hold:"),
-            _limit_table(found),
-            paragraph(
-                "These limits, and those of the times to 256 micro-batches, are the paper's: the "
-                "tensors of its largest baseline runs, fitted to its figures, so that systems are "
-                "compared where the paper compares them. `pyao estimate` asks another question: "
-                "what a card of 12 GiB with nothing else on it holds, by what PyTorch's allocator "
-                "reserves beside the CUDA context, kernels' workspaces included. By that rule "
-                "nearly all limits are larger, the baseline's too (512 tokens, the default "
-                "allocator and window; recipes/results/estimate_*_rtx4070.json). PyAO's limit is "
-                "then a smaller multiple of the baseline's, and the speedups over several nodes, "
-                "which rest on that, would be smaller:"
-            ),
-            _estimate_table(found),
-            paragraph(
-                "`auto` takes what memory the card has, where that makes the step faster: its "
-                "peaks are not lower than they need be. What it makes of it, ms of a micro-batch "
-                "against the fastest other lossless system that fits, with the same loss (a dash: "
-                "none fits):"
-            ),
-            _auto_table(found),
-            "Why they differ:",
-            _figure_4_reasons(found),
-            source(found),
-        ]
-    return "\n\n".join(parts + _held_section(read))
+def predicted_peaks(found: dict[str, Any]) -> list[str]:
+    """Write of Figure 4, predicted."""
+    names = tuple(system.name for system in SYSTEMS)
+    return [
+        paragraph(
+            "*Mode: predict.* GB of 1e9 bytes; in brackets the paper's where its text has it "
+            "(section 6.2; its other bars are in a plot alone). OOM: more than 12 GiB less 4 "
+            "%. The paper's PyAO compresses: its values stand beside int8."
+        ),
+        _peaks(found, names),
+        paragraph("The largest micro-batch that 8.68 GB of tensors hold:"),
+        _limit_table(found),
+        paragraph(
+            "These limits, and those of the times to 256 micro-batches, are the paper's: the "
+            "tensors of its largest baseline runs, fitted to its figures, so that systems are "
+            "compared where the paper compares them. `pyao estimate` asks another question: "
+            "what a card of 12 GiB with nothing else on it holds, by what PyTorch's allocator "
+            "reserves beside the CUDA context, kernels' workspaces included. By that rule "
+            "nearly all limits are larger, the baseline's too (512 tokens, the default "
+            "allocator and window; recipes/results/estimate_*_rtx4070.json). PyAO's limit is "
+            "then a smaller multiple of the baseline's, and the speedups over several nodes, "
+            "which rest on that, would be smaller:"
+        ),
+        _estimate_table(found),
+        paragraph(
+            "`auto` takes what memory the card has, where that makes the step faster: its "
+            "peaks are not lower than they need be. What it makes of it, ms of a micro-batch "
+            "against the fastest other lossless system that fits, with the same loss (a dash: "
+            "none fits):"
+        ),
+        _auto_table(found),
+        "Why they differ:",
+        _figure_4_reasons(found),
+    ]
 
 
 def _limit_table(document: dict[str, Any]) -> str:
-    rows = []
-    for system in SYSTEMS:
-        cells = [system.name]
-        for name in MODELS.values():
-            row = one(document["rows"], model=name, system=system.name, unit="samples")
-            paper = "" if row["published"] is None else f" (paper: {row['published']:g})"
-            cells.append(f"{row['value']:.0f}{paper}")
-        rows.append(cells)
-    return table(["", *MODELS.values()], rows)
+    def limit(system: str, model: str) -> str:
+        row = one(document["rows"], model=model, system=system, unit="samples")
+        return f"{row['value']:.0f}{_in_brackets(row)}"
+
+    return grid("", list(MODELS.values()), (system.name for system in SYSTEMS), limit)
 
 
 def _estimate_table(document: dict[str, Any]) -> str:
     """Return limits by the paper's rule and by that of ``pyao estimate``, from its result files."""
-    rows = []
-    for system, method in ESTIMATED.items():
-        cells = [system.name]
-        for model, name in MODELS.items():
-            row = one(document["rows"], model=name, system=system.name, unit="samples")
-            path = RESULTS.parent / f"estimate_{model}-{SIZES[model]}_rtx4070.json"
-            estimated = json.loads(path.read_text(encoding="utf-8"))["rows"]
-            largest = one(estimated, method=method)["largest_micro_batch"]
-            cells.append(f"{row['value']:.0f} → {largest}")
-        rows.append(cells)
-    return table(["8.68 GB of tensors → `pyao estimate`", *MODELS.values()], rows)
+    methods = {system.name: method for system, method in ESTIMATED.items()}
+    estimated = {}
+    for model, name in MODELS.items():
+        path = RESULTS.parent / f"estimate_{model}-{PAPER_SIZES[model]}_rtx4070.json"
+        estimated[name] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    def limits(system: str, model: str) -> str:
+        row = one(document["rows"], model=model, system=system, unit="samples")
+        largest = one(estimated[model], method=methods[system])["largest_micro_batch"]
+        return f"{row['value']:.0f} → {largest}"
+
+    return grid("8.68 GB of tensors → `pyao estimate`", list(estimated), methods, limits)
 
 
 def _auto_table(document: dict[str, Any]) -> str:
@@ -163,17 +151,16 @@ def fitting_others(
 
 
 def _figure_4_reasons(document: dict[str, Any]) -> str:
-    llama = one(
-        document["rows"],
-        model=MODELS["llama"],
-        system=BASELINE.name,
-        micro_batch=4,
-        figure="Figure 4",
+    llama, gpt2 = (
+        one(
+            document["rows"],
+            model=MODELS[model],
+            system=BASELINE.name,
+            micro_batch=4,
+            unit="GB",
+        )
+        for model in ("llama", "gpt2")
     )
-    gpt2 = one(
-        document["rows"], model=MODELS["gpt2"], system=BASELINE.name, micro_batch=4, unit="GB",
-        figure="Figure 4",
-    )  # fmt: skip
     return bullets(
         [
             "The two baseline peaks fitted one constant (1.0 GB that is no tensor), so that they "
@@ -195,77 +182,62 @@ def _figure_4_reasons(document: dict[str, Any]) -> str:
     )
 
 
-def figure_1_section(read: Read) -> str:
-    """Write the page's part on Figure 1."""
-    found = read(PREDICT)
-    parts = ["## PyAO, Figure 1: what memory holds under ZeRO-2"]
-    if found is not None:
-        rows = []
-        for row in select(found["rows"], quantity="activations' share"):
-            paper = "" if row["published"] is None else f"{row['published']:.0%} at most"
-            detail = row["detail"]
-            rows.append(
-                [row["model"], str(row["micro_batch"]), f"{detail['fixed_gb']:.2f}",
-                 f"{detail['activations_gb']:.2f}", f"{row['value']:.1%}", paper]
-            )  # fmt: skip
-        heads = ["model", "micro-batch", "fixed, GB", "activations, GB", "their share", "paper"]
-        parts += [
-            paragraph(
-                "*Mode: predict.* Activations are what grows with the micro-batch, the loss's "
-                "tensors included; fixed is the rest of the peak at that micro-batch."
-            ),
-            table(heads, rows),
-            bullets(
-                [
-                    "The paper names no model and no micro-batch for its 59 %. GPT-2 at its limit "
-                    "of 3 comes to that; the other bars are in a plot alone.",
-                    "With checkpointing, PyAO and the chunked loss the same decomposition is "
-                    "Figure 4's table: what is fixed stays.",
-                ]
-            ),
-            source(found),
-        ]
-    return "\n\n".join(parts)
-
-
-def figure_5_section(read: Read) -> str:
-    """Write the page's part on Figure 5 and Table 1."""
-    parts = ["## PyAO, Figure 5 and Table 1: peak host memory, and its components"]
-    found, small = read(PREDICT), read(MINIATURE)
-    if found is not None:
-        parts += _predicted_host(found)
-    if small is not None:
-        parts += _counted_host(small)
-    return "\n\n".join(parts)
-
-
-def _counted_host(document: dict[str, Any]) -> list[str]:
-    largest = max(row["micro_batch"] for row in document["rows"])
-    rows = [
-        [row["model"], row["system"]]
-        + [f"{row['detail'][part]:.2f}" for part in HOST_PARTS]
-        + [f"{row['value']:.2f}"]
-        for row in select(document["rows"], micro_batch=largest)
+def predicted_shares(found: dict[str, Any]) -> list[str]:
+    """Write of Figure 1, predicted."""
+    return [
+        paragraph(
+            "*Mode: predict.* Activations are what grows with the micro-batch, the loss's tensors "
+            "included; fixed is the rest of the peak at that micro-batch."
+        ),
+        table_of(
+            select(found["rows"], quantity="activations' share"),
+            ("model", "{model}"),
+            ("micro-batch", "{micro_batch}"),
+            ("fixed, GB", "{detail[fixed_gb]:.2f}"),
+            ("activations, GB", "{detail[activations_gb]:.2f}"),
+            ("their share", "{value:.1%}"),
+            ("paper", paper("{published:.0%} at most")),
+        ),
+        bullets(
+            [
+                "The paper names no model and no micro-batch for its 59 %. GPT-2 at its limit of 3 "
+                "comes to that; the other bars are in a plot alone.",
+                "With checkpointing, PyAO and the chunked loss the same decomposition is Figure "
+                "4's table: what is fixed stays.",
+            ]
+        ),
     ]
+
+
+def _of_the_largest(rows: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+    largest = max(row["micro_batch"] for row in rows)
+    return largest, select(rows, micro_batch=largest)
+
+
+def counted_host(document: dict[str, Any]) -> list[str]:
+    """Write of Figure 5, in miniature."""
+    largest, rows = _of_the_largest(document["rows"])
     return [
         paragraph(
             f"*Mode: miniature.* Small models that run on a CPU, micro-batch {largest} (the file "
             "has the others), MB: the weights and states of one of five nodes, measured after a "
             "step of torch's AdamW, and the peak of hf_pyao's pool of host memory over a step."
         ),
-        table(["model", "system", *HOST_PARTS, "all"], rows),
-        source(document),
+        table_of(
+            rows,
+            ("model", "{model}"),
+            ("system", "{system}"),
+            *((part, f"{{detail[{part}]:.2f}}") for part in HOST_PARTS),
+            ("all", "{value:.2f}"),
+        ),
     ]
 
 
-def _predicted_host(found: dict[str, Any]) -> list[str]:
+def predicted_host(found: dict[str, Any]) -> list[str]:
+    """Write of Figure 5 and Table 1, predicted."""
     shown = (BASELINE, CHECKPOINTING, PYAO, PYAO_INT8, PYAO_CHUNKED, AUTO, AUTO_CHUNKED)
     names = tuple(system.name for system in shown)
-    at = {
-        "model": MODELS["opt"],
-        "micro_batch": 8,
-        "figure": "Figure 5",
-    }
+    at = {"model": MODELS["opt"], "micro_batch": 8}
     rows = [
         [part, "not in the text"]
         + [f"{one(found['rows'], **at, system=name)['detail'][part]:.2f}" for name in names]
@@ -275,7 +247,7 @@ def _predicted_host(found: dict[str, Any]) -> list[str]:
         ["all", f"{published.HOST_PEAK_GB['opt', 8]:g}"]
         + [f"{one(found['rows'], **at, system=name)['value']:.2f}" for name in names]
     )
-    gpt2 = {"model": MODELS["gpt2"], "micro_batch": 4, "figure": "Figure 5"}
+    gpt2 = {"model": MODELS["gpt2"], "micro_batch": 4}
     plain = one(found["rows"], **gpt2, system=BASELINE.name)["value"]
     ratios = [
         one(found["rows"], **gpt2, system=name)["value"] / plain
@@ -285,7 +257,7 @@ def _predicted_host(found: dict[str, Any]) -> list[str]:
     ratio = published.HOST_RATIO["gpt2", 4]
     return [
         paragraph("*Mode: predict.* GB; what a process and its libraries take is not in it."),
-        _peaks(found, "Figure 5", names),
+        _peaks(found, names),
         paragraph("Table 1 is OPT-1.3B at micro-batch 8, GB:"),
         table(["", "paper", *names], rows),
         bullets(
@@ -303,25 +275,12 @@ def _predicted_host(found: dict[str, Any]) -> list[str]:
                 "Checkpointing and the baseline leave nothing on the host but the optimizer.",
             ]
         ),
-        source(found),
     ]
 
 
-def _held_section(read: Read) -> list[str]:
-    found = read(MINIATURE)
-    if found is None:
-        return []
-    largest = max(row["micro_batch"] for row in found["rows"])
-    rows = [
-        [
-            row["model"],
-            row["system"],
-            f"{row['value']:.2f}",
-            f"{row['detail']['offloaded_mb']:.2f}",
-            f"{row['detail']['link_mb'] / 2:.2f}",
-        ]
-        for row in select(found["rows"], micro_batch=largest)
-    ]
+def counted_peaks(document: dict[str, Any]) -> list[str]:
+    """Write of Figure 4, in miniature."""
+    largest, rows = _of_the_largest(document["rows"])
     return [
         paragraph(
             f"*Mode: miniature.* Small models that run on a CPU, micro-batch {largest} (the file "
@@ -329,38 +288,32 @@ def _held_section(read: Read) -> list[str]:
             "engine, and MB that left, as they were and as they crossed the link. A CPU has no "
             "device memory to measure."
         ),
-        table(["model", "system", "held, MB", "left, MB", "on the link, MB"], rows),
-        source(found),
+        table_of(
+            rows,
+            ("model", "{model}"),
+            ("system", "{system}"),
+            ("held, MB", "{value:.2f}"),
+            ("left, MB", "{detail[offloaded_mb]:.2f}"),
+            ("on the link, MB", lambda row: f"{row['detail']['link_mb'] / 2:.2f}"),
+        ),
     ]
 
 
 def plot_peaks(document: dict[str, Any]) -> Any:
     """Draw the paper's Figure 4: peak over micro-batch, what does not fit crossed out."""
-    from experiments.plots import lines
-
     if document["mode"] != PREDICT:
-        rows = document["rows"]
-        points = [(r["model"], r["system"], r["micro_batch"], r["value"]) for r in rows]
-        return lines(points, "micro-batch", "held after forward, MB")
-    rows = select(document["rows"], figure="Figure 4", unit="GB")
-    points = [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in rows]
-    marks = [point for point, row in zip(points, rows, strict=True) if row["status"] != OK]
-    return lines(points, "micro-batch", "peak device memory, GB", marks=marks)
+        return over_micro_batch(document["rows"], "held after forward, MB")
+    rows = select(document["rows"], unit="GB")
+    crossed = [row for row in rows if row["status"] != OK]
+    return over_micro_batch(rows, "peak device memory, GB", crossed=crossed)
 
 
 def plot_host(document: dict[str, Any]) -> Any:
     """Draw the paper's Figure 5."""
-    from experiments.plots import lines
-
-    rows = select(document["rows"], figure="Figure 5")
-    points = [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in rows]
-    return lines(points, "micro-batch", f"peak host memory, {rows[0]['unit']}")
+    rows = document["rows"]
+    return over_micro_batch(rows, f"peak host memory, {rows[0]['unit']}")
 
 
 def plot_shares(document: dict[str, Any]) -> Any:
     """Draw the paper's Figure 1 as activations' share over the micro-batch."""
-    from experiments.plots import lines
-
-    rows = document["rows"]
-    points = [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in rows]
-    return lines(points, "micro-batch", "activations' share of the peak")
+    return over_micro_batch(document["rows"], "activations' share of the peak")

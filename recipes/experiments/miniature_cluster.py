@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.cluster_result import KIND, SCHEMA_VERSION
 from experiments.calibration import Point
-from experiments.rows import MINIATURE, Row
+from experiments.rows import Row
 from hf_pyao.errors import ConfigError
 
 
@@ -102,7 +102,7 @@ def points_of(sweeps: Iterable[Sweep]) -> Iterator[tuple[Point, bool]]:
                 yield Point(**common, link_gbit_per_s=math.inf, step_s=compute_s), False
 
 
-def speedups_of(sweep: Sweep, figure: str) -> Iterator[Row]:
+def speedups_of(sweep: Sweep) -> Iterator[Row]:
     """Yield the time to the target at each micro-batch over that at the smallest."""
     names = {"opt": "OPT", "gpt2": "GPT-2", "llama": "Llama"}
     first: dict[str, float] = {}
@@ -113,7 +113,6 @@ def speedups_of(sweep: Sweep, figure: str) -> Iterator[Row]:
         target_s = statistics.median(times)
         sent = statistics.median(statistics.mean(run["tx_bytes_per_step"]) / gas for run in runs)
         yield Row(
-            figure=figure,
             model=f"{names[architecture]} {sweep.setup['model_size']}",
             system=f"{sweep.setup['engine']} {sweep.setup['precision']}"
             + (" with hf_pyao" if sweep.setup["activation_offload"] else ""),
@@ -121,7 +120,6 @@ def speedups_of(sweep: Sweep, figure: str) -> Iterator[Row]:
             quantity="speedup over the smallest micro-batch",
             unit="x",
             value=first.setdefault(architecture, target_s) / target_s,
-            mode=MINIATURE,
             detail={
                 "sweep": sweep.name,
                 "target_s": target_s,

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments import published
+from experiments.experiment import Options, progress
 from experiments.hiding import at
-from experiments.page import bullets, paragraph, source, table
-from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
-from experiments.rows import MINIATURE, PREDICT, Result, Row, one, select
-from experiments.runner import Options, progress
+from experiments.measured import MINIATURE_SIZE, NOTHING, count_step
+from experiments.page import bullets, grid, paragraph
+from experiments.plots import grouped_bars
+from experiments.predictor import ASSUMPTIONS, Predictor, predictors
+from experiments.rows import PREDICT, Result, Row, one, select, values
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
 from hf_pyao.model.map.architectures import MODULE_MAPS
@@ -20,9 +22,6 @@ from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
-
-Read = Callable[[str], dict[str, Any] | None]
-
 
 ROLES = (
     "attn_norm",
@@ -38,6 +37,16 @@ LIGHT = ("attn_norm", "mlp_norm", "mlp_act")
 """What little compute makes: recomputed, as Megatron-Core does with norms and activations."""
 MEGATRON_CARD, MEGATRON_BATCH = "h200", 16
 MINIATURE_BATCH = 4
+BOTH = "both: recompute these, offload the rest"
+METHODS = {
+    "nothing": "none",
+    **{f"offload {role}": f"pyao:policy=modules,modules={role}" for role in ROLES},
+    "offload everything": "pyao:policy=all",
+    "recompute norms + mlp_act": f"pyao:policy=off,recompute_modules={'+'.join(LIGHT)}",
+    BOTH: f"pyao:policy=all,recompute_modules={'+'.join(LIGHT)}",
+    "checkpointing": "checkpoint",
+}
+"""Name of a row -> method of ``pyao bench``."""
 
 
 def role_of(architecture: str, slot: str) -> str | None:
@@ -53,10 +62,8 @@ def role_of(architecture: str, slot: str) -> str | None:
 
 def predict_modules(options: Options) -> Result:
     """Predict memory and throughput for each offloaded module, recomputation, and both."""
-    use_one_thread()
     rows: list[Row] = []
-    for model in progress(options.models, "Megatron"):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "Megatron"):
         micro_batch = 2 if options.is_smoke else MEGATRON_BATCH
         rows += _modules(model, predictor, micro_batch)
     return Result(
@@ -70,27 +77,8 @@ def predict_modules(options: Options) -> Result:
     )
 
 
-def real_modules(options: Options) -> Result:
-    """Measure the same on the accelerator that is here."""
-    from experiments.measured import bench_rows
-
-    methods = {
-        "nothing": "none",
-        **{f"offload {role}": f"pyao:policy=modules,modules={role}" for role in ROLES},
-        "offload everything": "pyao:policy=all",
-        "recompute norms + mlp_act": f"pyao:policy=off,recompute_modules={'+'.join(LIGHT)}",
-        "both: recompute these, offload the rest": "pyao:policy=all,recompute_modules="
-        + "+".join(LIGHT),
-        "checkpointing": "checkpoint",
-    }
-    rows = bench_rows(options, "Megatron", (MEGATRON_BATCH,), methods)
-    return Result(rows=list(rows), assumptions=["forward and backward, one device"])
-
-
 def miniature_modules(options: Options) -> Result:
     """Count what small models hold and move on a CPU: bytes are exact, and nothing is timed."""
-    from experiments.measured import MINIATURE_SIZE, NOTHING, count_step
-
     size = "micro" if options.is_smoke else MINIATURE_SIZE
     micro_batch = 2 if options.is_smoke else MINIATURE_BATCH
     light = {"recompute_modules": LIGHT}
@@ -99,7 +87,7 @@ def miniature_modules(options: Options) -> Result:
         **{f"offload {role}": {"policy": "modules", "modules": (role,)} for role in ROLES},
         "offload everything": {"policy": "all"},
         "recompute norms + mlp_act": {**NOTHING, **light},
-        "both: recompute these, offload the rest": {"policy": "all", **light},
+        BOTH: {"policy": "all", **light},
         "checkpointing": NOTHING,
     }
     rows: list[Row] = []
@@ -112,14 +100,12 @@ def miniature_modules(options: Options) -> Result:
             first = first or counted["held_bytes"]
             rows.append(
                 Row(
-                    figure="Megatron",
                     model=f"{model}:{size}",
                     system=name,
                     micro_batch=micro_batch,
                     quantity="held after forward, less",
                     unit="of what is held",
                     value=1 - counted["held_bytes"] / first,
-                    mode=MINIATURE,
                     detail={
                         "held_mb": counted["held_bytes"] / 1e6,
                         "offloaded_mb": counted["offloaded_bytes"] / 1e6,
@@ -156,7 +142,7 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
         "offload core_attn + mlp_act": (plain, picks(("core_attn", "mlp_act"))),
         "offload everything": (plain, True),
         "recompute norms + mlp_act": (light, False),
-        "both: recompute these, offload the rest": (light, picks(heavy)),
+        BOTH: (light, picks(heavy)),
         "checkpointing": (predictor.program(CHECKPOINTING, micro_batch), False),
         "offload everything, chunked loss": (
             predictor.program(dataclasses.replace(PYAO, head_loss="chunked"), micro_batch),
@@ -168,11 +154,9 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
         found = at(program, hardware, offloads, window_bytes)
         first = first or found
         common: dict[str, Any] = {
-            "figure": "Megatron",
             "model": MODELS[model],
             "system": name,
             "micro_batch": micro_batch,
-            "mode": PREDICT,
         }
         yield Row(
             **common,
@@ -193,50 +177,35 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
         )
 
 
-def modules_section(read: Read) -> str:
-    """Write the page's part on Megatron's modules."""
-    parts = ["## Megatron-Core: memory and throughput by offloaded module"]
-    found, small = read(PREDICT), read(MINIATURE)
-    if found is not None:
-        parts += _predicted(found)
-    if small is not None:
-        parts += _counted(small)
-    return "\n\n".join(parts)
+def counted_modules(document: dict[str, Any]) -> list[str]:
+    """Write of Megatron's modules, in miniature."""
+    rows = document["rows"]
 
+    def less(system: str, model: str) -> str:
+        row = one(rows, model=model, system=system)
+        moved_mb = row["detail"]["offloaded_mb"]
+        return f"−{row['value']:.1%} / {moved_mb:.2f}" if row["value"] else "0"
 
-def _counted(document: dict[str, Any]) -> list[str]:
-    models = list(dict.fromkeys(row["model"] for row in document["rows"]))
-    rows = []
-    for system in dict.fromkeys(row["system"] for row in document["rows"]):
-        cells = [system]
-        for model in models:
-            row = one(document["rows"], model=model, system=system)
-            less, detail = row["value"], row["detail"]
-            cells.append(f"−{less:.1%} / {detail['offloaded_mb']:.2f}" if less else "0")
-        rows.append(cells)
     return [
         paragraph(
             "*Mode: miniature.* Small models on a CPU, micro-batch "
-            f"{document['rows'][0]['micro_batch']}: how much less the layers hold after forward / "
+            f"{rows[0]['micro_batch']}: how much less the layers hold after forward / "
             "MB that left. Nothing is timed: a CPU's copies and compute share its cores."
         ),
-        table(["", *models], rows),
-        source(document),
+        grid("", values(rows, "model"), values(rows, "system"), less),
     ]
 
 
-def _predicted(found: dict[str, Any]) -> list[str]:
-    systems = list(dict.fromkeys(row["system"] for row in found["rows"]))
-    rows = []
-    for system in systems:
-        cells = [system]
-        for name in MODELS.values():
-            less, slower = (
-                one(found["rows"], model=name, system=system, quantity=quantity)["value"]
-                for quantity in ("peak device memory, less", "throughput, less")
-            )
-            cells.append(f"−{less:.1%} / −{slower:.1%}" if less or slower else "0")
-        rows.append(cells)
+def predicted_modules(found: dict[str, Any]) -> list[str]:
+    """Write of Megatron's modules, predicted."""
+
+    def cell(system: str, model: str) -> str:
+        less, slower = (
+            one(found["rows"], model=model, system=system, quantity=quantity)["value"]
+            for quantity in ("peak device memory, less", "throughput, less")
+        )
+        return f"−{less:.1%} / −{slower:.1%}" if less or slower else "0"
+
     low, high = published.MEGATRON_MEMORY_CUT
     least, most = published.MEGATRON_SLOWDOWN
     gain = published.MEGATRON_WITH_RECOMPUTE
@@ -248,7 +217,7 @@ def _predicted(found: dict[str, Any]) -> list[str]:
             f"and {gain[0]:.0%} to {gain[1]:.0%} more throughput with recomputation where that "
             "frees other settings; its tables by module are not in the text."
         ),
-        table(["", *MODELS.values()], rows),
+        grid("", list(MODELS.values()), values(found["rows"], "system"), cell),
         bullets(
             [
                 "Its models are mixtures of experts of 100 billion parameters and more, on 64 to "
@@ -263,14 +232,11 @@ def _predicted(found: dict[str, Any]) -> list[str]:
                 "ZeRO-1 with accumulation adds the same gradients to every row.",
             ]
         ),
-        source(found),
     ]
 
 
 def plot_modules(document: dict[str, Any]) -> Any:
     """Draw memory saved over throughput lost."""
-    from experiments.plots import grouped_bars
-
     quantity, label = "throughput, less", "throughput lost, %"
     if document["mode"] != PREDICT:
         quantity, label = "held after forward, less", "held after forward, less, %"

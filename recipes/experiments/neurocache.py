@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from experiments import published
-from experiments.predictor import use_one_thread
-from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, REAL, Result, Row
-from experiments.runner import Options, need_accelerator
+from experiments.experiment import Mode, Options, need_accelerator
+from experiments.rows import OK, OUT_OF_MEMORY, Result, Row
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.sweep import SweepPoint, SweepReport
@@ -22,8 +21,6 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.predicted_sweep import predict_points
 from hf_pyao.tools.estimate.recorded_step import record_step
-
-Read = Callable[[str], dict[str, Any] | None]
 
 MIB = 2**20
 SHAPE = (
@@ -68,7 +65,6 @@ def card() -> Hardware:
 
 def predict_table_1(options: Options) -> Result:
     """Predict its four configurations, and ours beside."""
-    use_one_thread()
     known = {row.name: row for row in published.NEUROCACHE_TABLE_1}
     rows: list[Row] = []
     for name, checkpointing, moments, budget in (*CONFIGURATIONS, *MORE):
@@ -76,21 +72,18 @@ def predict_table_1(options: Options) -> Result:
         more = ",activation_function=gelu" if name == FUSED else ""
         (point,) = _points(options, (budget,), checkpointing, moments, head_loss, more)
         paper = known.get(name)
-        rows += _rows_of(
-            "NeuroCache Table 1", name, point, paper.peak_mb if paper else None,
-            paper.tokens_per_s if paper else None,
-        )  # fmt: skip
+        peak, speed = (paper.peak_mb, paper.tokens_per_s) if paper else (None, None)
+        rows += _rows_of(name, point, peak, speed)
     return Result(rows=rows, assumptions=_assumed())
 
 
 def predict_table_2(options: Options) -> Result:
     """Predict its sweep over k."""
-    use_one_thread()
     budgets = parse_budgets("0,1" if options.is_smoke else BUDGETS)
     rows: list[Row] = []
     for point in _points(options, budgets.values, True, "16-bit"):
         peak, speed, _ = published.NEUROCACHE_TABLE_2[point.budget]
-        rows += _rows_of("NeuroCache Table 2", f"k = {point.budget}", point, peak, speed)
+        rows += _rows_of(f"k = {point.budget}", point, peak, speed)
     return Result(rows=rows, assumptions=_assumed())
 
 
@@ -138,14 +131,12 @@ def _points(
 
 
 def _rows_of(
-    figure: str, name: str, point: SweepPoint, peak: float | None, speed: float | None
+    name: str, point: SweepPoint, peak: float | None, speed: float | None
 ) -> Iterator[Row]:
     common: dict[str, Any] = {
-        "figure": figure,
         "model": "GPT-2 97.93M",
         "system": name,
         "micro_batch": MICRO_BATCH,
-        "mode": PREDICT,
         "status": OK if point.status == "ok" else OUT_OF_MEMORY,
     }
     memory = None if point.memory_bytes is None else point.memory_bytes / MIB
@@ -181,21 +172,19 @@ def _sweep(options: Options, steps: int, budgets: str, *, is_real: bool) -> Swee
     return run_sweep(plan)
 
 
-def _measured(figure: str, steps: int, budgets: str, *, is_real: bool) -> Callable[..., Result]:
+def _measured(steps: int, budgets: str, *, is_real: bool) -> Mode:
     def run(options: Options) -> Result:
         if is_real:
             need_accelerator("an accelerator")
         report = _sweep(options, steps, "0,2" if options.is_smoke else budgets, is_real=is_real)
         rows = [
             Row(
-                figure=figure,
                 model="GPT-2 97.93M" if is_real else "GPT-2, 6 layers of width 128",
                 system=f"k = {row.budget}",
                 micro_batch=MICRO_BATCH if is_real else 4,
                 quantity=quantity,
                 unit=unit,
                 value=None if found is None else found.mean / scale,
-                mode=REAL if is_real else MINIATURE,
                 detail={}
                 if found is None
                 else {
@@ -229,21 +218,18 @@ def _measured(figure: str, steps: int, budgets: str, *, is_real: bool) -> Callab
     return run
 
 
-miniature_table_2 = _measured("NeuroCache Table 2", 10, "0,1,2,3,5", is_real=False)
-real_table_2 = _measured("NeuroCache Table 2", 10, BUDGETS, is_real=True)
-miniature_validation = _measured("NeuroCache, 20 steps", 20, "0,5", is_real=False)
-real_validation = _measured("NeuroCache, 20 steps", 20, "0,5", is_real=True)
+miniature_table_2 = _measured(10, "0,1,2,3,5", is_real=False)
+real_table_2 = _measured(10, BUDGETS, is_real=True)
+miniature_validation = _measured(20, "0,5", is_real=False)
+real_validation = _measured(20, "0,5", is_real=True)
 
 
 def predict_validation(options: Options) -> Result:
     """Predict its 20-step validation: a prediction has no steps, so that it is Table 1's."""
-    use_one_thread()
     rows: list[Row] = []
     configurations = {name: (chk, moments, k) for name, chk, moments, k in CONFIGURATIONS}
     for paper in published.NEUROCACHE_20_STEPS:
         checkpointing, moments, budget = configurations[paper.name]
         (point,) = _points(options, (budget,), checkpointing, moments)
-        rows += _rows_of(
-            "NeuroCache, 20 steps", paper.name, point, paper.peak_mb, paper.tokens_per_s
-        )
+        rows += _rows_of(paper.name, point, paper.peak_mb, paper.tokens_per_s)
     return Result(rows=rows, assumptions=_assumed())

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from experiments.neurocache import CONFIGURATIONS, FUSED
-from experiments.page import bullets, paragraph, source, table
-from experiments.rows import MINIATURE, OUT_OF_MEMORY, PREDICT, one, select
-
-Read = Callable[[str], dict[str, Any] | None]
+from experiments.page import bullets, paper, paragraph, table
+from experiments.plots import grouped_bars, lines
+from experiments.rows import OUT_OF_MEMORY, one, select, values
 
 
 def _paper_table(document: dict[str, Any]) -> str:
     rows = []
-    for system in dict.fromkeys(row["system"] for row in document["rows"]):
+    for system in values(document["rows"], "system"):
         cells = [system]
         for row in select(document["rows"], system=system):
-            published_value = "not in it" if row["published"] is None else f"{row['published']:g}"
             mark = " OOM" if row["status"] == OUT_OF_MEMORY else ""
             ours = "–" if row["value"] is None else f"{row['value']:.1f}{mark}"
-            cells += [published_value, ours]
+            cells += [paper("{published:g}")(row) or "not in it", ours]
         rows.append(cells)
     heads = ["", "its peak, MB", "ours, MiB", "its tokens/s", "ours"]
     return table(heads, rows)
@@ -28,7 +25,7 @@ def _paper_table(document: dict[str, Any]) -> str:
 
 def _measured_table(document: dict[str, Any]) -> str:
     rows = []
-    for system in dict.fromkeys(row["system"] for row in document["rows"]):
+    for system in values(document["rows"], "system"):
         cells = [system]
         for row in select(document["rows"], system=system):
             spread = row["detail"].get("standard_deviation")
@@ -37,33 +34,51 @@ def _measured_table(document: dict[str, Any]) -> str:
     return table(["", "held after forward, MiB", "tokens/s", "pack time, ms"], rows)
 
 
-def _section(title: str, read: Read, reasons: list[str]) -> str:
-    parts = [title]
-    found, small = read(PREDICT), read(MINIATURE)
-    if found is not None:
-        parts += [paragraph("*Mode: predict.*"), _paper_table(found), bullets(reasons)]
-        parts.append(source(found))
-    if small is not None:
-        equal = "have equal bits" if small["are_gradients_equal"] else "differ"
-        parts += [
-            paragraph(
-                f"*Mode: miniature.* {small['num_seeds']} seeds of {small['num_steps']} steps of a "
-                "GPT-2 of 6 layers of width 128 with checkpointing, on a CPU that others used, "
-                f"too. Gradients of all budgets {equal}; differences in throughput below "
-                f"{small['noise_tokens_per_s']:.0f} tokens/s are noise."
-            ),
-            _measured_table(small),
-            source(small),
-        ]
-    return "\n\n".join(parts)
+def predicted_table_1(found: dict[str, Any]) -> list[str]:
+    """Write of NeuroCache's Table 1, predicted."""
+    return _predicted(found, _reasons_1(found))
 
 
-def table_1_section(read: Read) -> str:
-    """Write the page's part on NeuroCache's Table 1."""
-    found = read(PREDICT)
-    return _section(
-        "## NeuroCache, Table 1: four configurations", read, _reasons_1(found) if found else []
-    )
+def predicted_table_2(found: dict[str, Any]) -> list[str]:
+    """Write of NeuroCache's Table 2, predicted."""
+    none, first = (one(found["rows"], system=f"k = {k}", unit="MiB") for k in (0, 1))
+    reasons = [
+        f"Each tensor saves {none['value'] - first['value']:.1f} MiB here and "
+        f"{none['published'] - first['published']:.1f} MB in the paper. Ours is flat in "
+        "throughput: the copies pass under compute. The paper's moves by 2 % without a "
+        "direction.",
+        "Its packs are 11 k over what it calls a step: ten measured steps and a warm-up, so "
+        "that its pack times are likely sums, too. Ours, in the miniature, are of one step.",
+        "No knee is in either by the definition of hf_pyao/plan/README.md.",
+    ]
+    return _predicted(found, reasons)
+
+
+def predicted_validation(found: dict[str, Any]) -> list[str]:
+    """Write of NeuroCache's 20-step validation, predicted."""
+    reasons = [
+        "A prediction has no steps to average: it is Table 1's. The paper's two runs differ "
+        "by less than its noise, and its saving is 15.1 %.",
+    ]
+    return _predicted(found, reasons)
+
+
+def _predicted(found: dict[str, Any], reasons: list[str]) -> list[str]:
+    return [paragraph("*Mode: predict.*"), _paper_table(found), bullets(reasons)]
+
+
+def measured_sweep(small: dict[str, Any]) -> list[str]:
+    """Write of a sweep over k, in miniature."""
+    equal = "have equal bits" if small["are_gradients_equal"] else "differ"
+    return [
+        paragraph(
+            f"*Mode: miniature.* {small['num_seeds']} seeds of {small['num_steps']} steps of a "
+            "GPT-2 of 6 layers of width 128 with checkpointing, on a CPU that others used, "
+            f"too. Gradients of all budgets {equal}; differences in throughput below "
+            f"{small['noise_tokens_per_s']:.0f} tokens/s are noise."
+        ),
+        _measured_table(small),
+    ]
 
 
 def _reasons_1(document: dict[str, Any]) -> list[str]:
@@ -94,40 +109,8 @@ def _reasons_1(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def table_2_section(read: Read) -> str:
-    """Write the page's part on NeuroCache's Table 2."""
-    found = read(PREDICT)
-    reasons = []
-    if found is not None:
-        none, first = (one(found["rows"], system=f"k = {k}", unit="MiB") for k in (0, 1))
-        reasons = [
-            f"Each tensor saves {none['value'] - first['value']:.1f} MiB here and "
-            f"{none['published'] - first['published']:.1f} MB in the paper. Ours is flat in "
-            "throughput: the copies pass under compute. The paper's moves by 2 % without a "
-            "direction.",
-            "Its packs are 11 k over what it calls a step: ten measured steps and a warm-up, so "
-            "that its pack times are likely sums, too. Ours, in the miniature, are of one step.",
-            "No knee is in either by the definition of hf_pyao/plan/README.md.",
-        ]
-    return _section("## NeuroCache, Table 2: the sweep over k", read, reasons)
-
-
-def validation_section(read: Read) -> str:
-    """Write the page's part on NeuroCache's 20-step validation."""
-    return _section(
-        "## NeuroCache, the 20-step validation",
-        read,
-        [
-            "A prediction has no steps to average: it is Table 1's. The paper's two runs differ "
-            "by less than its noise, and its saving is 15.1 %.",
-        ],
-    )
-
-
 def plot_sweep(document: dict[str, Any]) -> Any:
     """Draw memory over k, ours and the paper's."""
-    from experiments.plots import lines
-
     unit = "MiB"
     points = []
     for row in select(document["rows"], unit=unit):
@@ -140,8 +123,6 @@ def plot_sweep(document: dict[str, Any]) -> Any:
 
 def plot_configurations(document: dict[str, Any]) -> Any:
     """Draw each configuration's memory, ours and the paper's."""
-    from experiments.plots import grouped_bars
-
     bars = []
     for row in select(document["rows"], unit="MiB"):
         bars.append((row["system"], "ours", row["value"]))

@@ -1,22 +1,23 @@
-"""PyAO Tables 2 and 3 and Figure 2: what offloading costs, by component."""
+"""PyAO Tables 2 and 3: what offloading costs, by component."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from experiments import published
-from experiments.page import bullets, paragraph, source, table
+from experiments.experiment import Options
+from experiments.page import bullets, paper, paragraph, table, table_of
+from experiments.plots import grouped_bars
 from experiments.predictor import (
     ASSUMPTIONS,
     Predicted,
     Predictor,
     card_limit_bytes,
     on_compute_stream_ms,
-    use_one_thread,
+    predictors,
 )
-from experiments.rows import NOT_PREDICTED, PREDICT, Result, Row, one, select
-from experiments.runner import Options, progress
+from experiments.rows import NOT_PREDICTED, Result, Row, one, select
 from experiments.systems import (
     ACCUMULATION,
     AUTO,
@@ -33,8 +34,6 @@ from experiments.systems import (
     System,
 )
 from hf_pyao.plan.hardware.speeds import GIB
-
-Read = Callable[[str], dict[str, Any] | None]
 
 COMPARED = (
     OFFLOAD_ALL,
@@ -65,10 +64,8 @@ CODEC = (
 
 def predict_components(options: Options) -> Result:
     """Predict Table 2: each overhead of a step."""
-    use_one_thread()
     rows: list[Row] = []
-    for model in progress(options.models, "Table 2"):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "Table 2"):
         micro_batch = 2 if options.is_smoke else published.MICRO_BATCHES[model][1]
         plain = predictor.predicted(BASELINE, micro_batch)
         for system in COMPARED:
@@ -95,11 +92,9 @@ def _components(
         COMPONENTS[5]: predicted.compute_ms - plain.compute_ms,
     }
     common: dict[str, Any] = {
-        "figure": "Table 2",
         "model": MODELS[model],
         "system": system.name,
         "micro_batch": micro_batch,
-        "mode": PREDICT,
         "unit": "ms",
     }
     for name, value in values.items():
@@ -130,12 +125,8 @@ def _exact(system: System) -> System:
     return PYAO if system.is_selective else OFFLOAD_ALL
 
 
-def table_2_section(read: Read) -> str:
-    """Write the page's part on Table 2."""
-    found = read(PREDICT)
-    parts = ["## PyAO, Table 2: offloading everything, and with selective recomputation"]
-    if found is None:
-        return parts[0]
+def predicted_components(found: dict[str, Any]) -> list[str]:
+    """Write of Table 2, predicted."""
     rows = []
     for name in MODELS.values():
         for system in COMPARED:
@@ -145,31 +136,11 @@ def table_2_section(read: Read) -> str:
                 cells.append("–" if row["value"] is None else f"{row['value']:.1f}")
             peak = f"{row['detail']['peak_gb']:.2f}" + " OOM" * (not row["detail"]["fits"])
             rows.append([*cells, peak])
-    slower = {
-        codec: ", ".join(
-            f"{_ratio(found, name, every, selective):+.1%}" for name in MODELS.values()
-        )
-        for codec, every, selective in (
-            ("identity", OFFLOAD_ALL, PYAO),
-            ("int8", OFFLOAD_ALL_INT8, PYAO_INT8),
-        )
-    }
-    longer = ", ".join(
-        f"{_ratio(found, name, LONG_CONTEXT, CHECKPOINTING):+.1%}" for name in MODELS.values()
-    )
+    steps = select(found["rows"], quantity="step", system=PYAO.name)
     flagged = "; ".join(
-        f"{name}: "
-        + (
-            ", ".join(
-                one(found["rows"], model=name, system=PYAO.name, quantity="step")["detail"][
-                    "recomputed"
-                ]
-            )
-            or "nothing"
-        )
-        for name in MODELS.values()
+        f"{row['model']}: {', '.join(row['detail']['recomputed']) or 'nothing'}" for row in steps
     )
-    parts += [
+    return [
         paragraph(
             "*Mode: predict.* Milliseconds of one micro-batch (10, 10 and 5), without "
             "communication and optimizer. The table's cells are not in the paper's text; a dash: "
@@ -180,8 +151,9 @@ def table_2_section(read: Read) -> str:
         table(["model", "system", *COMPONENTS, "step", "peak"], rows),
         paragraph(
             f"The paper: offloading everything is {published.OFFLOAD_ALL_SLOWER:.0%} slower than "
-            f"selective recomputation. Ours, OPT, GPT-2, Llama: {slower['identity']} (identity), "
-            f"{slower['int8']} (int8)."
+            f"selective recomputation. Ours, OPT, GPT-2, Llama: "
+            f"{_longer(found, OFFLOAD_ALL, PYAO)} (identity), "
+            f"{_longer(found, OFFLOAD_ALL_INT8, PYAO_INT8)} (int8)."
         ),
         "Why they differ:",
         bullets(
@@ -198,16 +170,15 @@ def table_2_section(read: Read) -> str:
                 "Long context runs layers again too, MLPs in tiles, attention not, and offloads "
                 "the layers' inputs and what attention returns: the lowest peaks of the table. At "
                 "so few tokens the chunked loss is most of that. Against checkpointing the step "
-                f"differs by {longer} (OPT, GPT-2, Llama): a tile's backward begins with all of "
+                f"differs by {_longer(found, LONG_CONTEXT, CHECKPOINTING)} (OPT, GPT-2, Llama): "
+                "a tile's backward begins with all of "
                 "its forward, where dropout follows an MLP the layer runs that too, weights' "
                 "gradients are summed tile by tile, and the loss is chunked.",
                 "`auto` keeps what the card has room for, and offloads or recomputes the rest, "
                 "whichever costs less.",
             ]
         ),
-        source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def _traded(document: dict[str, Any]) -> str:
@@ -226,25 +197,32 @@ def _traded(document: dict[str, Any]) -> str:
     )
 
 
-def _ratio(document: dict[str, Any], model: str, every: System, selective: System) -> float:
-    steps = [
-        one(document["rows"], model=model, system=system.name, quantity="step")["value"]
-        for system in (every, selective)
-    ]
-    return float(steps[0] / steps[1] - 1)
+def _longer(document: dict[str, Any], system: System, other: System) -> str:
+    """Say by how much a step of *system* is longer than one of *other*, for each model."""
+    ratios = []
+    for name in MODELS.values():
+        step, base = (
+            one(document["rows"], model=name, system=each.name, quantity="step")["value"]
+            for each in (system, other)
+        )
+        ratios.append(f"{step / base - 1:+.1%}")
+    return ", ".join(ratios)
 
 
 # ---- Table 3 -------------------------------------------------------------------------------------
 
+STREAM_METHODS = {
+    "one stream": "pyao-single-stream",
+    "two streams": "pyao-one-copy-stream",
+    "a stream each way": "pyao-window",
+}
 STREAMS = (PYAO, PYAO_INT8, PYAO_CHUNKED, OFFLOAD_ALL, CHECKPOINTING, ACCUMULATION)
 
 
 def predict_streams(options: Options) -> Result:
     """Predict Table 3: copies on the compute stream, and on one of their own."""
-    use_one_thread()
     rows = []
-    for model in progress(options.models, "Table 3"):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "Table 3"):
         micro_batch = 2 if options.is_smoke else published.MICRO_BATCHES[model][1]
         for system in STREAMS:
             if options.is_smoke and system.codec != "identity":
@@ -253,7 +231,6 @@ def predict_streams(options: Options) -> Result:
             one_stream = on_compute_stream_ms(predicted, predictor.hardware)
             rows.append(
                 Row(
-                    figure="Table 3",
                     model=MODELS[model],
                     system=system.name,
                     micro_batch=micro_batch,
@@ -261,37 +238,29 @@ def predict_streams(options: Options) -> Result:
                     unit="of the step",
                     value=1 - predicted.step_ms / one_stream,
                     published=published.TWO_STREAMS_FASTER if system is PYAO_INT8 else None,
-                    mode=PREDICT,
                     detail={"one_ms": one_stream, "two_ms": predicted.step_ms},
                 )
             )
     return Result(rows=rows, assumptions=ASSUMPTIONS)
 
 
-def table_3_section(read: Read) -> str:
-    """Write the page's part on Table 3."""
-    found = read(PREDICT)
-    parts = ["## PyAO, Table 3: one stream and two"]
-    if found is None:
-        return parts[0]
-    rows = [
-        [
-            row["model"],
-            row["system"],
-            f"{row['detail']['one_ms']:.1f}",
-            f"{row['detail']['two_ms']:.1f}",
-            f"{row['value']:.1%}",
-            "" if row["published"] is None else f"{row['published']:.0%}",
-        ]
-        for row in found["rows"]
-    ]
-    parts += [
+def predicted_streams(found: dict[str, Any]) -> list[str]:
+    """Write of Table 3, predicted."""
+    return [
         paragraph(
             "*Mode: predict.* Milliseconds of a micro-batch with copies on the compute stream, "
             "and on a stream of their own; one copy engine. The paper's text gives one figure, "
             "without its model."
         ),
-        table(["model", "system", "one stream", "two streams", "less by", "paper"], rows),
+        table_of(
+            found["rows"],
+            ("model", "{model}"),
+            ("system", "{system}"),
+            ("one stream", "{detail[one_ms]:.1f}"),
+            ("two streams", "{detail[two_ms]:.1f}"),
+            ("less by", "{value:.1%}"),
+            ("paper", paper("{published:.0%}")),
+        ),
         bullets(
             [
                 "The paper's step has more in it that no stream shortens (gradient copies, the "
@@ -302,15 +271,11 @@ def table_3_section(read: Read) -> str:
                 "Checkpointing and accumulation copy nothing: one stream is enough.",
             ]
         ),
-        source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def plot_components(document: dict[str, Any]) -> Any:
     """Draw Table 2's steps as bars."""
-    from experiments.plots import grouped_bars
-
     rows = select(document["rows"], quantity="step")
     return grouped_bars(
         [(row["model"], row["system"], row["value"]) for row in rows], "ms of a micro-batch"
@@ -319,8 +284,6 @@ def plot_components(document: dict[str, Any]) -> Any:
 
 def plot_streams(document: dict[str, Any]) -> Any:
     """Draw Table 3 as bars."""
-    from experiments.plots import grouped_bars
-
     bars = []
     for row in select(document["rows"], system=PYAO_INT8.name):
         bars.append((row["model"], "one stream", row["detail"]["one_ms"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 WIDTH = 100
@@ -15,6 +15,36 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     marks = ["--:" if numbers else "---" for numbers in is_number]
     lines = [heads, marks, *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table_of(
+    rows: Iterable[dict[str, Any]], *columns: tuple[str, str | Callable[[dict[str, Any]], str]]
+) -> str:
+    """Return a table of a result file's rows.
+
+    Args:
+        rows: a line each.
+        columns: heading, and the cell: a format with the row's keys, or a function of the row.
+    """
+    cells = [
+        [cell.format(**row) if isinstance(cell, str) else cell(row) for _, cell in columns]
+        for row in rows
+    ]
+    return table([head for head, _ in columns], cells)
+
+
+def paper(cell: str) -> Callable[[dict[str, Any]], str]:
+    """Return the format *cell* for rows that have a published value; others are left empty."""
+    return lambda row: "" if row["published"] is None else cell.format(**row)
+
+
+def grid(
+    corner: str, columns: Sequence[str], lines: Iterable[str], cell: Callable[[str, str], str]
+) -> str:
+    """Return a table of ``cell(line, column)``."""
+    return table(
+        [corner, *columns], [[line, *(cell(line, each) for each in columns)] for line in lines]
+    )
 
 
 def _looks_like_number(cell: str) -> bool:
@@ -42,8 +72,10 @@ def source(document: dict[str, Any]) -> str:
     folder = "../results/experiments"
     name = f"{document['name']}_{document['mode']}"
     machine = f"{host['num_cores']} cores of an {host['processor']}"
+    # Older files name a script of the experiment's own.
+    command = provenance["command"].replace(f"{document['name']}.py", f"run.py {document['name']}")
     return paragraph(
-        f"*`python recipes/experiments/{provenance['command']}`, mode {document['mode']}, commit "
+        f"*`python recipes/experiments/{command}`, mode {document['mode']}, commit "
         f"`{commit}`, {machine}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}: [result file]({folder}/{name}.json).*"
     )

@@ -58,6 +58,17 @@ def lines(points: Sequence[Line], x_label: str, y_label: str, *, marks: Sequence
     return figure
 
 
+def over_micro_batch(
+    rows: Sequence[dict[str, Any]], y_label: str, *, crossed: Sequence[dict[str, Any]] = ()
+) -> Any:
+    """Draw the rows' values over their micro-batch, a panel for each model; cross some out."""
+    points, marks = (
+        [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in each]
+        for each in (rows, crossed)
+    )
+    return lines(points, "micro-batch", y_label, marks=marks)
+
+
 def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
     """Draw bars: group, name, height."""
     groups = list(dict.fromkeys(bar[0] for bar in bars))

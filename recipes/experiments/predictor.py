@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
+from experiments.experiment import Options, progress
 from experiments.systems import System
 from hf_pyao.attachment import attach
 from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
@@ -240,6 +240,12 @@ class Predictor:
         return estimator.predicted(_way_of(system), system.head_loss, micro_batch)
 
 
+def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:
+    """Yield the models that are asked for, with what predicts them."""
+    for model in progress(options.models, what):
+        yield model, Predictor(model, "micro" if options.is_smoke else None)
+
+
 def _way_of(system: System) -> Way:
     if system.is_auto:
         return AUTO
@@ -272,8 +278,3 @@ def on_compute_stream_ms(predicted: Predicted, hardware: Hardware) -> float:
 def card_limit_bytes(hardware: Hardware) -> float:
     """Return what of a card can be used: all but 4 %."""
     return hardware.memory_gib * GIB * 0.96
-
-
-def use_one_thread() -> None:
-    """Leave other cores to others: fake tensors need none."""
-    torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from experiments import published
 from experiments.communication import COUNTINGS, num_rounds
-from experiments.rows import OK, REAL, Result, Row
-from experiments.runner import Options, progress
+from experiments.experiment import Options, progress
+from experiments.rows import OK, Result, Row
 from experiments.systems import (
     BASELINE,
     CHECKPOINTING,
@@ -35,7 +35,7 @@ STEP_LINE = re.compile(r"time of an optimizer step, median of \d+\s+([\d.,]+) (m
 RUN = (BASELINE, PYAO, PYAO_INT8, CHECKPOINTING, PYAO_CHUNKED)
 
 
-def time_to_target(options: Options, figure: str) -> Result:
+def time_to_target(options: Options) -> Result:
     """Train a few steps of each system; reckon the time to the target from the median step.
 
     Raises:
@@ -59,14 +59,12 @@ def time_to_target(options: Options, figure: str) -> Result:
                 rounds = num_rounds(published.TARGET, micro_batch, num_nodes, counting)
                 rows.append(
                     Row(
-                        figure=figure,
                         model=MODELS[model],
                         system=system.name,
                         micro_batch=micro_batch,
                         quantity="time to 256",
                         unit="s",
                         value=None if step_ms is None else rounds * step_ms / 1e3,
-                        mode=REAL,
                         status=OK if step_ms is not None else "failed",
                         note=reason,
                         detail={"counting": counting.name, "step_ms": step_ms},

@@ -24,8 +24,6 @@ OK, OUT_OF_MEMORY, NOT_PREDICTED = "ok", "out of memory", "not predicted"
 class Row:
     """One number, with what it is of."""
 
-    figure: str
-    """``"Figure 4"``: which of the paper's figures and tables."""
     model: str
     system: str
     """How it is trained: a name in ``systems.py``, or what the figure compares instead."""
@@ -33,8 +31,6 @@ class Row:
     unit: str
     value: float | None
     """Ours; None where there is none, for the reason in ``status`` or ``note``."""
-    mode: str
-    """One of :data:`MODES`: how ours was got."""
     micro_batch: int | None = None
     published: float | None = None
     """The paper's; None: not in its text."""
@@ -61,7 +57,7 @@ def result_path(name: str, mode: str) -> Path:
 
 
 def write_rows(path: Path, name: str, mode: str, result: Result) -> None:
-    """Write *result* with its provenance to *path*; say so."""
+    """Write *result* with its provenance to *path*, each row with *mode*; say so."""
     write_result(
         path,
         kind="experiment",
@@ -70,7 +66,7 @@ def write_rows(path: Path, name: str, mode: str, result: Result) -> None:
         mode=mode,
         is_measured=mode != PREDICT,
         assumptions=list(result.assumptions),
-        rows=list(result.rows),
+        rows=[{**vars(row), "mode": mode} for row in result.rows],
         **result.content,
     )
 
@@ -100,6 +96,11 @@ def select(rows: Iterable[Any], **equal: Any) -> list[dict[str, Any]]:
     """Return the rows, as dictionaries, whose fields have these values."""
     found = [row if isinstance(row, dict) else vars(row) for row in rows]
     return [row for row in found if all(row[key] == value for key, value in equal.items())]
+
+
+def values(rows: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+    """Return the different values of *key*, in their order."""
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def one(rows: Iterable[Any], **equal: Any) -> dict[str, Any]:

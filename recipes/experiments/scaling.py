@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from experiments.calibration import HeldOut, Point, calibrate, check, errors_of
 from experiments.communication import Cluster, Work, find_engine, time_of_accumulated
+from experiments.experiment import Options, progress
 from experiments.miniature_cluster import points_of, read_sweeps
-from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
-from experiments.rows import MINIATURE, PREDICT, Result, Row
-from experiments.runner import Options, progress
+from experiments.predictor import ASSUMPTIONS, Predictor
+from experiments.rows import Result, Row
 from experiments.systems import ACCUMULATION, BASELINE, CHECKPOINTING, PYAO, System
 from experiments.time_to_target import OPTIMIZER_NS
-
-Read = Callable[[str], dict[str, Any] | None]
 
 SIZES = {"OPT-125M": "125m", "OPT-1.3B": "1.3b", "OPT-6.7B": "6.7b"}
 NODES = (2, 5, 10, 100, 1000)
@@ -36,8 +34,9 @@ WAYS = (
 )
 DDP = "DDP, accumulation"
 
+AS_IT_IS = "as it is"
 CHANGES: dict[str, dict[str, float]] = {
-    "as it is": {},
+    AS_IT_IS: {},
     "one link at half speed": {"slowest_link": 0.5},
     "one device at half speed": {"slowest_device": 0.5},
     "compute varies by 10 %": {"jitter": 0.1},
@@ -48,32 +47,22 @@ CHANGES: dict[str, dict[str, float]] = {
 
 def predict_scaling(options: Options) -> Result:
     """Predict where a larger micro-batch pays, and by how much."""
-    use_one_thread()
     sizes = {"OPT micro": "micro"} if options.is_smoke else SIZES
     rows: list[Row] = []
+    points = [(nodes, link, AS_IT_IS) for nodes in NODES for link in LINKS_GBIT_PER_S]
+    points += [(5, link, change) for change in CHANGES for link in (1.0, 10.0) if CHANGES[change]]
     for name, size in progress(sizes.items(), "communication"):
         predictor = Predictor("opt", size)
         works = {(way.name, size): _work(predictor, way, size) for way, size in WAYS}
-        for num_nodes in NODES:
-            for link in LINKS_GBIT_PER_S:
-                cluster = Cluster(
-                    num_nodes=num_nodes,
-                    link_gbit_per_s=link,
-                    latency_us=LATENCY_US,
-                    bucket_bytes=BUCKET_BYTES,
-                )
-                rows += _speedups(name, predictor, works, cluster, "as it is")
-        for change, fields in CHANGES.items():
-            for link in (1.0, 10.0):
-                if fields:
-                    cluster = Cluster(
-                        num_nodes=5,
-                        link_gbit_per_s=link,
-                        latency_us=LATENCY_US,
-                        bucket_bytes=BUCKET_BYTES,
-                        **fields,
-                    )
-                    rows += _speedups(name, predictor, works, cluster, change)
+        for num_nodes, link, change in points:
+            cluster = Cluster(
+                num_nodes=num_nodes,
+                link_gbit_per_s=link,
+                latency_us=LATENCY_US,
+                bucket_bytes=BUCKET_BYTES,
+                **CHANGES[change],
+            )
+            rows += _speedups(name, predictor, works, cluster, change)
     return Result(
         rows=rows,
         assumptions=[
@@ -116,14 +105,12 @@ def _speedups(
         seconds = time_of_accumulated(SAMPLES, micro_batch, find_engine(engine), cluster, work)
         first = first or seconds
         yield Row(
-            figure="communication",
             model=model,
             system=name,
             micro_batch=micro_batch,
             quantity="speedup over ZeRO-2",
             unit="x",
             value=first / seconds,
-            mode=PREDICT,
             detail={
                 "nodes": cluster.num_nodes,
                 "gbit_per_s": cluster.link_gbit_per_s,
@@ -196,7 +183,6 @@ def miniature_scaling(options: Options) -> Result:
     found = checked["other clusters"]
     rows = [
         Row(
-            figure="calibration",
             model=each.point.workload.partition(",")[0],
             system=f"{each.point.engine}, {each.point.num_nodes} nodes, "
             f"{each.point.link_gbit_per_s * 1e3:g} Mbit/s"
@@ -205,7 +191,6 @@ def miniature_scaling(options: Options) -> Result:
             quantity="step",
             unit="s",
             value=each.point.step_s,
-            mode=MINIATURE,
             detail={
                 "predicted_s": each.predicted_s,
                 "error": each.error,

@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from experiments.calibration import LINK_BOUND
-from experiments.page import bullets, paragraph, source, table
-from experiments.rows import MINIATURE, PREDICT, one, select
-from experiments.scaling import CHANGES, LINKS_GBIT_PER_S, NODES, SPLITS
+from experiments.page import bullets, paragraph, table, table_of
+from experiments.plots import lines
+from experiments.rows import PREDICT, select, values
+from experiments.scaling import AS_IT_IS, CHANGES, LINKS_GBIT_PER_S, NODES, SPLITS
 from experiments.systems import ACCUMULATION, CHECKPOINTING, PYAO
 
 GOALS = {"link_bound": (0.05, 0.10), "others": (0.10, 0.20)}
 """Mean and largest error that were set as goals beforehand."""
 
-Read = Callable[[str], dict[str, Any] | None]
+
+INTRODUCTION = paragraph(
+    "step = compute(micro-batch) + communication(engine, nodes, link) + optimizer; what an engine "
+    "sends is in the note at the top of `communication.py`. Per optimizer step of *gas* "
+    "micro-batches each node sends c (N − 1)/N times the gradient's bytes: DDP c = 2, ZeRO-1 3, "
+    "ZeRO-2 2 gas + 1, ZeRO-3 3 gas."
+)
 
 
-def section(read: Read) -> str:
-    """Write the page's part on the communication model."""
-    parts = [
-        "## Where a larger micro-batch pays: the communication model",
+def calibrated(document: dict[str, Any]) -> list[str]:
+    """Write of the model beside what the local cluster measured."""
+    return [
+        paragraph("*Mode: miniature.* The model against what the local cluster measured:"),
+        bullets([_told(document, how, rule) for how, rule in SPLITS.items()]),
         paragraph(
-            "step = compute(micro-batch) + communication(engine, nodes, link) + optimizer; what "
-            "an engine sends is in the note at the top of `communication.py`. Per optimizer step "
-            "of *gas* micro-batches each node sends c (N − 1)/N times the gradient's bytes: DDP c "
-            "= 2, ZeRO-1 3, ZeRO-2 2 gas + 1, ZeRO-3 3 gas."
+            "Medians of the runs of each sweep. Compute is a step with the links unshaped, "
+            "less what its collectives take alone there, where the bytes of all nodes pass "
+            "through one machine's cores. What seems to pass under compute is mostly what a "
+            "shaped link lets through at once after each pause: its token bucket holds a few "
+            "hundredths of what a node sends in a step. The rows are of the first of the two."
+        ),
+        table_of(
+            document["rows"],
+            ("model", "{model}"),
+            ("cluster", "{system}"),
+            ("micro-batch", "{micro_batch}"),
+            ("measured, s", "{value:.3f}"),
+            ("model, s", "{detail[predicted_s]:.3f}"),
+            ("error", "{detail[error]:+.1%}"),
+            ("communication", "{detail[communication_share]:.0%}"),
         ),
     ]
-    found, small = read(PREDICT), read(MINIATURE)
-    if small is not None:
-        parts += [_calibrated(small), source(small)]
-    if found is not None:
-        parts += [_grid(found), _changes(found), _limits(found), source(found)]
-    return "\n\n".join(parts)
-
-
-def _calibrated(document: dict[str, Any]) -> str:
-    rows = [
-        [
-            row["model"],
-            row["system"],
-            str(row["micro_batch"]),
-            f"{row['value']:.3f}",
-            f"{row['detail']['predicted_s']:.3f}",
-            f"{row['detail']['error']:+.1%}",
-            f"{row['detail']['communication_share']:.0%}",
-        ]
-        for row in document["rows"]
-    ]
-    heads = ["model", "cluster", "micro-batch", "measured, s", "model, s", "error", "communication"]
-    told = [_told(document, how, rule) for how, rule in SPLITS.items()]
-    return "\n\n".join(
-        [
-            paragraph("*Mode: miniature.* The model against what the local cluster measured:"),
-            bullets(told),
-            paragraph(
-                "Medians of the runs of each sweep. Compute is a step with the links unshaped, "
-                "less what its collectives take alone there, where the bytes of all nodes pass "
-                "through one machine's cores. What seems to pass under compute is mostly what a "
-                "shaped link lets through at once after each pause: its token bucket holds a few "
-                "hundredths of what a node sends in a step. The rows are of the first of the two."
-            ),
-            table(heads, rows),
-        ]
-    )
 
 
 def _told(document: dict[str, Any], how: str, rule: str) -> str:
@@ -92,81 +73,63 @@ def _told(document: dict[str, Any], how: str, rule: str) -> str:
     )
 
 
-def _grid(document: dict[str, Any]) -> str:
+def predicted_grid(document: dict[str, Any]) -> list[str]:
+    """Write of where a larger micro-batch pays."""
     rows = []
-    for model in dict.fromkeys(row["model"] for row in document["rows"]):
+    for model in values(document["rows"], "model"):
         for num_nodes in NODES:
-            cells = [model, str(num_nodes)]
-            for link in LINKS_GBIT_PER_S:
-                cells.append(
-                    " / ".join(
-                        f"{_value(document, model, name, num_nodes, link):.2f}"
-                        for name in (PYAO.name, CHECKPOINTING.name, ACCUMULATION.name)
-                    )
-                )
-            rows.append(cells)
+            cells = [
+                " / ".join(_speedups(document, model, num_nodes, link)) for link in LINKS_GBIT_PER_S
+            ]
+            rows.append([model, str(num_nodes), *cells])
     heads = ["model", "nodes", *(f"{link:g} Gbit/s" for link in LINKS_GBIT_PER_S)]
-    return (
+    return [
         paragraph(
             "*Mode: predict.* How much sooner 40 samples of each node are accumulated than with "
             "ZeRO-2 at micro-batch 4: PyAO under ZeRO-2 at 10 / checkpointing under ZeRO-2 at 10 "
             "/ ZeRO-1 with plain accumulation at 4."
-        )
-        + "\n\n"
-        + table(heads, rows)
-    )
+        ),
+        table(heads, rows),
+        *_changes(document),
+        _limits(document),
+    ]
 
 
-def _value(
-    document: dict[str, Any],
-    model: str,
-    system: str,
-    num_nodes: int,
-    link: float,
-    change: str = "as it is",
-) -> float:
-    for row in select(document["rows"], model=model, system=system):
-        detail = row["detail"]
-        if (detail["nodes"], detail["gbit_per_s"], detail["change"]) == (num_nodes, link, change):
-            return float(row["value"])
-    raise LookupError(f"no row of {model}, {system}, {num_nodes} nodes, {link} Gbit/s, {change}")
+def _speedups(
+    document: dict[str, Any], model: str, num_nodes: int, link: float, change: str = AS_IT_IS
+) -> list[str]:
+    """Return the speedups of PyAO, checkpointing and ZeRO-1 at a point of the grid."""
+    at = (num_nodes, link, change)
+    found = {
+        row["system"]: f"{row['value']:.2f}"
+        for row in select(document["rows"], model=model)
+        if tuple(row["detail"][key] for key in ("nodes", "gbit_per_s", "change")) == at
+    }
+    return [found[system.name] for system in (PYAO, CHECKPOINTING, ACCUMULATION)]
 
 
-def _changes(document: dict[str, Any]) -> str:
-    model = "OPT-1.3B"
-    rows = []
-    for change in CHANGES:
-        cells = [change]
-        for link in (1.0, 10.0):
-            for name in (PYAO.name, CHECKPOINTING.name, ACCUMULATION.name):
-                cells.append(f"{_value(document, model, name, 5, link, change):.2f}")
-        rows.append(cells)
+def _changes(document: dict[str, Any]) -> list[str]:
+    model, links = "OPT-1.3B", (1.0, 10.0)
+    rows = [
+        [change, *(cell for link in links for cell in _speedups(document, model, 5, link, change))]
+        for change in CHANGES
+    ]
     names = ("PyAO", "checkpointing", "ZeRO-1")
-    heads = ["", *(f"{name}, {link} Gbit/s" for link in (1, 10) for name in names)]
-    return (
+    return [
         paragraph(
             f"The same for {model} on five nodes that are not equal, or share their host's memory "
             "(each over ZeRO-2 at micro-batch 4 under the same circumstances):"
-        )
-        + "\n\n"
-        + table(heads, rows)
-    )
+        ),
+        table(["", *(f"{name}, {link:g} Gbit/s" for link in links for name in names)], rows),
+    ]
 
 
 def _limits(document: dict[str, Any]) -> str:
-    slow = one(
-        [
-            row
-            for row in select(document["rows"], model="OPT-1.3B", system=PYAO.name)
-            if row["detail"]["nodes"] == 5
-            and row["detail"]["gbit_per_s"] == 100.0
-            and row["detail"]["change"] == "as it is"
-        ]
-    )
+    slow, *_ = _speedups(document, "OPT-1.3B", 5, 100.0)
     return bullets(
         [
             "A larger micro-batch gains at most the ratio of the micro-batches, 2.5 here, and "
-            f"only over slow links: at 100 Gbit/s PyAO comes to {slow['value']:.2f} for OPT-1.3B "
+            f"only over slow links: at 100 Gbit/s PyAO comes to {slow} for OPT-1.3B "
             "on five nodes. More nodes change little, since a ring sends (N − 1)/N; what grows is "
             "the latency of its messages.",
             "ZeRO-1 with plain accumulation is ahead on every slow link: it sends once what "
@@ -182,8 +145,6 @@ def _limits(document: dict[str, Any]) -> str:
 
 def plot(document: dict[str, Any]) -> Any:
     """Draw the speedup over the link, a panel for each model, on five nodes."""
-    from experiments.plots import lines
-
     if document["mode"] != PREDICT:
         points = []
         for row in document["rows"]:
@@ -192,7 +153,7 @@ def plot(document: dict[str, Any]) -> Any:
     points = [
         (row["model"], row["system"], row["detail"]["gbit_per_s"], row["value"])
         for row in document["rows"]
-        if row["detail"]["nodes"] == 5 and row["detail"]["change"] == "as it is"
+        if row["detail"]["nodes"] == 5 and row["detail"]["change"] == AS_IT_IS
     ]
     figure = lines(points, "link, Gbit/s", "times as fast as ZeRO-2 at micro-batch 4")
     for axes in figure.axes:

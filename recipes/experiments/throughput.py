@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from experiments import published
-from experiments.page import bullets, paragraph, source, table
-from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
-from experiments.rows import PREDICT, Result, Row, select
-from experiments.runner import Options, progress
+from experiments.experiment import Options
+from experiments.page import bullets, paragraph, table
+from experiments.plots import grouped_bars
+from experiments.predictor import ASSUMPTIONS, predictors
+from experiments.rows import Result, Row, select
 from experiments.systems import BASELINE, MODELS
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_device_time, by_pack_intervals
 from hf_pyao.plan.paper.iqr import find_outliers
-
-Read = Callable[[str], dict[str, Any] | None]
-
 
 TIMINGS = ("the paper's intervals", "device time")
 
 
 def predict_throughput(options: Options) -> Result:
     """Predict Figure 2: activation throughput of the parts of a layer."""
-    use_one_thread()
     rows = []
-    for model in progress(options.models, "Figure 2"):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "Figure 2"):
         micro_batch = 2 if options.is_smoke else published.MICRO_BATCHES[model][0]
         program = predictor.program(BASELINE, micro_batch)
         hardware = predictor.hardware
@@ -36,14 +31,12 @@ def predict_throughput(options: Options) -> Result:
             for part, rate in rates.items():
                 rows.append(
                     Row(
-                        figure="Figure 2",
                         model=MODELS[model],
                         system=part or "(the layer itself)",
                         micro_batch=micro_batch,
                         quantity=f"activation throughput, {timing}",
                         unit="GB/s",
                         value=rate * GIB / 1e9,
-                        mode=PREDICT,
                         detail={
                             "is_flagged": part in outliers.flagged,
                             "bound_gb_per_s": outliers.upper_bound_gib_per_s * GIB / 1e9,
@@ -56,12 +49,8 @@ def predict_throughput(options: Options) -> Result:
     )
 
 
-def figure_2_section(read: Read) -> str:
-    """Write the page's part on Figure 2."""
-    found = read(PREDICT)
-    parts = ["## PyAO, Figure 2: activation throughput by sub-module"]
-    if found is None:
-        return parts[0]
+def predicted_rates(found: dict[str, Any]) -> list[str]:
+    """Write of Figure 2, predicted."""
     rows = []
     for name in MODELS.values():
         for first in select(
@@ -78,7 +67,7 @@ def figure_2_section(read: Read) -> str:
                 mark = " flagged" if row["detail"]["is_flagged"] else ""
                 cells.append(f"{row['value']:.1f}{mark}")
             rows.append(cells if other else [*cells, "–"])
-    parts += [
+    return [
         paragraph(
             "*Mode: predict.* GB/s at ZeRO-2's micro-batches (4, 3, 2). The paper's Figure 2 is "
             "of GPT-2, and its values are not in the text: it says that projections and "
@@ -95,15 +84,11 @@ def figure_2_section(read: Read) -> str:
                 "layer's forward, which is the same in all of them.",
             ]
         ),
-        source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def plot_throughput(document: dict[str, Any]) -> Any:
     """Draw Figure 2: bars by sub-module of GPT-2, or of the only model."""
-    from experiments.plots import grouped_bars
-
     names = {row["model"] for row in document["rows"]}
     name = MODELS["gpt2"] if MODELS["gpt2"] in names else sorted(names)[0]
     rows = select(document["rows"], model=name)

@@ -7,16 +7,16 @@ from typing import Any
 
 from experiments import published
 from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
+from experiments.experiment import Options, need_accelerator
 from experiments.miniature_cluster import read_sweeps, speedups_of
 from experiments.predictor import (
     ASSUMPTIONS,
     PAPER_CAP_BYTES,
     SHADER_TFLOP_PER_S,
     Predictor,
-    use_one_thread,
+    predictors,
 )
-from experiments.rows import PREDICT, Result, Row
-from experiments.runner import Options, need_accelerator, progress
+from experiments.rows import Result, Row
 from experiments.systems import (
     ACCUMULATION,
     AUTO,
@@ -31,7 +31,7 @@ from experiments.systems import (
     System,
 )
 
-FIGURE = "Figure 6"
+SPEEDUP, SECONDS = "speedup over ZeRO-2", "time to 256"
 SLOW = "40 % of the shaders"
 OPTIMIZER_NS = 1.0
 """AdamW on the host, nanoseconds a parameter of the rank's share: an assumption."""
@@ -54,10 +54,8 @@ ASSUMED = (
 
 def predict_times(options: Options) -> Result:
     """Predict each model and system, by each way to count."""
-    use_one_thread()
     rows: list[Row] = []
-    for model in progress(options.models, FIGURE):
-        predictor = Predictor(model, "micro" if options.is_smoke else None)
+    for model, predictor in predictors(options, "Figure 6"):
         for speed, tflop_per_s in SPEEDS.items():
             if options.is_smoke and tflop_per_s is not None:
                 continue
@@ -106,11 +104,9 @@ def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Itera
             baseline.setdefault(counting.name, time_s)
             is_papers = system is PYAO_INT8
             common: dict[str, Any] = {
-                "figure": FIGURE,
                 "model": MODELS[model],
                 "system": system.name,
                 "micro_batch": micro_batch,
-                "mode": PREDICT,
                 "detail": {
                     "speed": speed,
                     "counting": counting.name,
@@ -122,10 +118,10 @@ def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Itera
                     ),
                 },
             }
-            yield Row(**common, quantity="time to 256", unit="s", value=time_s)
+            yield Row(**common, quantity=SECONDS, unit="s", value=time_s)
             yield Row(
                 **common,
-                quantity="speedup over ZeRO-2",
+                quantity=SPEEDUP,
                 unit="x",
                 value=baseline[counting.name] / time_s,
                 published=published.SPEEDUPS[model] if is_papers else None,
@@ -136,7 +132,7 @@ def miniature_times(options: Options) -> Result:
     """Read what the local cluster measured."""
     sweeps = read_sweeps(options.sweeps)
     return Result(
-        rows=[row for sweep in sweeps for row in speedups_of(sweep, FIGURE)],
+        rows=[row for sweep in sweeps for row in speedups_of(sweep)],
         assumptions=[
             "models, link and target are a miniature's: only ratios can be put beside the paper's",
             "micro-batches are given, not found: no memory limit is in a miniature",
@@ -150,4 +146,4 @@ def real_times(options: Options) -> Result:
     need_accelerator("five nodes with an accelerator each, started by recipes/configs")
     from experiments.real_cluster import time_to_target
 
-    return time_to_target(options, FIGURE)
+    return time_to_target(options)

@@ -12,10 +12,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.catalogue import EXPERIMENTS
+from experiments.experiment import Experiment
 from experiments.introduction import introduction
 from experiments.page import table
 from experiments.rows import MODES, REAL, read_document, result_path
-from experiments.runner import Experiment, NotBuilt
 
 PAGE = Path(__file__).with_name("README.md")
 
@@ -30,21 +30,21 @@ def page() -> str:
 
 
 def _modes() -> str:
-    """Return the table of scripts and modes, with what was run and why some have none."""
+    """Return the table of experiments and modes, with what was run and why some have none."""
     rows = []
     for experiment in EXPERIMENTS:
-        cells = [f"`{experiment.name}.py`"]
+        cells = [f"`{experiment.name}`"]
         for mode in MODES:
             path = result_path(experiment.name, mode)
-            run = getattr(experiment, mode)
-            if isinstance(run, NotBuilt):
-                cells.append(f"none: {run.why}")
+            run = experiment.modes[mode]
+            if isinstance(run, str):
+                cells.append(f"none: {run}")
             elif path.exists():
                 cells.append(f"[result](../results/experiments/{path.name})")
             else:
                 cells.append("not run: needs an accelerator" if mode == REAL else "not run")
         rows.append(cells)
-    return table(["script", *(f"`--{mode}`" for mode in MODES)], rows)
+    return table(["experiment", *(f"`--{mode}`" for mode in MODES)], rows)
 
 
 def _read(experiment: Experiment, mode: str) -> dict[str, Any] | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from experiments.rows import MINIATURE, PREDICT, Result, Row
-from experiments.runner import Options
+from experiments.experiment import Options
+from experiments.rows import Result, Row
 from hf_pyao.plan.weights.visit_clock import VisitClock, VisitTimes, least_step_ms
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.zeroth_order.estimate import GB, Choices, zeroth_order_memory
@@ -134,9 +134,7 @@ def overlap_rows(model: Opt, source: str, compute_ms: float, copy_ms: float) -> 
     blocks = [VisitTimes(compute_ms, copy_ms, copy_ms)] * model.layers
     step, least = step_ms(blocks), least_step_ms(blocks)
     common: dict[str, Any] = {
-        "figure": "overlap",
         "model": model.name,
-        "mode": PREDICT,
         "unit": "ms",
     }
     detail = {"compute_ms": compute_ms, "copy_ms": copy_ms, "busiest_lane_ms": least}
@@ -181,13 +179,11 @@ def clock_rows(models: tuple[Opt, ...]) -> Iterator[Row]:
             first, later = clock.step_ms(), clock.step_ms()
             bound = least_step_ms(blocks) + fill_and_drain
             yield Row(
-                figure="overlap",
                 model=model.name,
                 system=f"embedding and head (one weight) in pieces, {link_gb_per_s:g} GB/s",
                 quantity="step over busiest lane, one block's fill and drain",
                 unit="x",
                 value=later / bound,
-                mode=PREDICT,
                 detail={
                     "step_ms": later,
                     "first_step_ratio": first / bound,
@@ -223,12 +219,7 @@ def predict_compression(options: Options) -> Result:
     for model in MODELS[:1] if options.is_smoke else MODELS[1:3]:
         for way in WAYS:
             copy_ms = model.copy_ms(way.itemsize)
-            common: dict[str, Any] = {
-                "figure": "compression",
-                "model": model.name,
-                "system": way.name,
-                "mode": PREDICT,
-            }
+            common: dict[str, Any] = {"model": model.name, "system": way.name}
             detail = {
                 "copy_ms": copy_ms,
                 "compute_ms": model.compute_ms(),
@@ -260,12 +251,7 @@ def predict_scaling(options: Options) -> Result:
     for model in MODELS[:1] if options.is_smoke else MODELS:
         blocks = [VisitTimes(model.compute_ms(), model.copy_ms(), model.copy_ms())] * model.layers
         found = zeroth_order_memory(config_of(parse_model(model.spec)), 1, TOKENS)
-        common: dict[str, Any] = {
-            "figure": "scaling",
-            "model": model.name,
-            "system": "visiting layers",
-            "mode": PREDICT,
-        }
+        common: dict[str, Any] = {"model": model.name, "system": "visiting layers"}
         rows += [
             Row(
                 **common,
@@ -321,12 +307,7 @@ def miniature_compression(options: Options) -> Result:
 
 def _task_rows(system: str, found: list[tuple[list[float], float]]) -> Iterator[Row]:
     """Yield the rows of one kind of run; *found*: by seed, losses and accuracy."""
-    common: dict[str, Any] = {
-        "figure": "compression",
-        "model": "separable task",
-        "system": system,
-        "mode": MINIATURE,
-    }
+    common: dict[str, Any] = {"model": "separable task", "system": system}
     losses = found[0][0]
     marks = [round(k * (len(losses) - 1) / 10) for k in range(11)]
     ends = [sum(each[-20:]) / len(each[-20:]) for each, _ in found]
@@ -367,13 +348,11 @@ def _host_row(way: Way) -> Row:
         form.pack(matrix, memory)
         times.append(time.process_time() - begin)
     return Row(
-        figure="compression",
         model="a matrix of 2,048 x 2,048",
         system=way.name,
         quantity="update and packing on the host",
         unit="ns of processor time an element",
         value=min(times) * 1e9 / matrix.numel(),
-        mode=MINIATURE,
     )
 
 

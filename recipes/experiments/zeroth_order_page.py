@@ -2,95 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from experiments.page import bullets, paragraph, source, table
+from experiments.page import bullets, paper, paragraph, table, table_of
 from experiments.plots import lines
-from experiments.rows import MINIATURE, PREDICT, one, select
+from experiments.rows import MINIATURE, one, read_document, result_path, select, values
 from experiments.zeroth_order import WAYS
 
 HOST_QUANTITY = "update and packing on the host"
-Read = Callable[[str], dict[str, Any] | None]
 
 
-def overlap_section(read: Read) -> str:
-    """Write the page's part on overlap."""
-    parts = ["## ZO2, experiment 1: overlap of copies and compute"]
-    if (found := read(PREDICT)) is None:
-        return parts[0]
-    rows = []
-    whole = select(found["rows"], quantity="step")
-    for row in (each for each in whole if each["system"].startswith("overlap")):
-        times = row["system"].removeprefix("overlap, ")
-        same = {"model": row["model"]}
-        hidden = one(
-            found["rows"],
-            **same,
-            system=row["system"],
-            quantity="share of copies that is hidden",
-        )
-        others = [
-            one(found["rows"], **same, system=f"{way}, {times}", quantity="step")["value"]
-            for way in ("one slot", "no overlap")
-        ]
-        rows.append(
-            [row["model"], times, f"{row['detail']['compute_ms']:.1f}",
-             f"{row['detail']['copy_ms']:.1f}", f"{row['value']:.0f}",
-             f"{row['detail']['busiest_lane_ms']:.0f}", *(f"{each:.0f}" for each in others),
-             f"{hidden['value']:.1f}%",
-             "" if hidden["published"] is None else f"{hidden['published']:.0f}%"]
-        )  # fmt: skip
-    clock = select(found["rows"], unit="x")
-    parts += [
+def predicted_overlap(found: dict[str, Any]) -> list[str]:
+    """Write of experiment 1, predicted."""
+    steps = select(found["rows"], quantity="step")
+
+    def times(row: dict[str, Any]) -> str:
+        return str(row["system"]).removeprefix("overlap, ")
+
+    def other(way: str, row: dict[str, Any]) -> str:
+        step = one(steps, model=row["model"], system=f"{way}, {times(row)}")
+        return f"{step['value']:.0f}"
+
+    def hidden(row: dict[str, Any]) -> dict[str, Any]:
+        return one(found["rows"], model=row["model"], system=row["system"], unit="%")
+
+    return [
         paragraph(
             "*Mode: predict.* A step on the virtual clock, in ms, over the layers: with two slots; "
             "with one, so that uploads wait for compute; and with no overlap at all."
         ),
-        table(
-            [
-                "model",
-                "times",
-                "compute",
-                "copy",
-                "step",
-                "busiest lane",
-                "one slot",
-                "no overlap",
-                "hidden",
-                "published",
-            ],
-            rows,
+        table_of(
+            [row for row in steps if row["system"].startswith("overlap")],
+            ("model", "{model}"),
+            ("times", times),
+            ("compute", "{detail[compute_ms]:.1f}"),
+            ("copy", "{detail[copy_ms]:.1f}"),
+            ("step", "{value:.0f}"),
+            ("busiest lane", "{detail[busiest_lane_ms]:.0f}"),
+            ("one slot", partial(other, "one slot")),
+            ("no overlap", partial(other, "no overlap")),
+            ("hidden", lambda row: f"{hidden(row)['value']:.1f}%"),
+            ("published", lambda row: paper("{published:.0f}%")(hidden(row))),
         ),
         paragraph(
             "With the weight of embedding and head as blocks, too (the rows of a look-up, then the "
             "head in pieces no larger than a layer): a step after the first one over the busiest "
             "lane and one block's fill and drain, by the link's speed, and the first step so:"
         ),
-        table(
-            [
-                "model",
-                "pieces",
-                "link, GB/s",
-                "step, ms",
-                "busiest lane, ms",
-                "bound, ms",
-                "ratio",
-                "first step",
-            ],
-            [
-                [
-                    row["model"],
-                    str(row["detail"]["num_pieces"]),
-                    f"{row['detail']['link_gb_per_s']:g}",
-                    f"{row['detail']['step_ms']:.0f}",
-                    f"{row['detail']['busiest_lane_ms']:.0f}",
-                    f"{row['detail']['bound_ms']:.0f}",
-                    f"{row['value']:.3f}",
-                    f"{row['detail']['first_step_ratio']:.3f}",
-                ]
-                for row in clock
-            ],
+        table_of(
+            select(found["rows"], unit="x"),
+            ("model", "{model}"),
+            ("pieces", "{detail[num_pieces]}"),
+            ("link, GB/s", "{detail[link_gb_per_s]:g}"),
+            ("step, ms", "{detail[step_ms]:.0f}"),
+            ("busiest lane, ms", "{detail[busiest_lane_ms]:.0f}"),
+            ("bound, ms", "{detail[bound_ms]:.0f}"),
+            ("ratio", "{value:.3f}"),
+            ("first step", "{detail[first_step_ratio]:.3f}"),
         ),
         bullets(
             [
@@ -106,106 +75,96 @@ def overlap_section(read: Read) -> str:
                 "`transfer_dtype` it is not, as its update is made on the host.",
             ]
         ),
-        source(found),
     ]
-    return "\n\n".join(parts)
 
 
-def compression_section(read: Read) -> str:
-    """Write the page's part on compression."""
-    parts = ["## ZO2, experiment 2: the dtype of weights and transfers"]
-    found, small = read(PREDICT), read(MINIATURE)
-    if found is not None:
-        quantities = ("step", "step at 6.25 GB/s", "device memory", "host memory")
-        names = list(dict.fromkeys(row["model"] for row in found["rows"]))
-        rows = [
-            [name, way.name]
-            + [
-                f"{one(found['rows'], model=name, system=way.name, quantity=each)['value']:.2f}"
+def predicted_compression(found: dict[str, Any]) -> list[str]:
+    """Write of experiment 2, predicted; the miniature's result file has the host's times."""
+    quantities = ("step", "step at 6.25 GB/s", "device memory", "host memory")
+    path = result_path("zeroth_order_compression", MINIATURE)
+    host = select(read_document(path)["rows"], quantity=HOST_QUANTITY) if path.exists() else []
+    rows = []
+    for name in values(found["rows"], "model"):
+        for way in WAYS:
+            step, *others = (
+                one(found["rows"], model=name, system=way.name, quantity=each)
                 for each in quantities
-            ]
-            + [_on_host(small, one(found["rows"], model=name, system=way.name, quantity="step"))]
-            for name in names
-            for way in WAYS
-        ]
-        parts += [
-            paragraph(
-                "*Mode: predict.* Steps in ms on the clock, memory in GB of 1e9 bytes. *Host* is "
-                "what `transfer_dtype` lets the host do in a step, in s of processor time: update "
-                "and packing of the weights, from the time of an element that was measured below. "
-                "The clock's steps do not have it. It runs beside compute, but it is the longest "
-                "lane by far unless many cores share it: `transfer_dtype` is for links that are "
-                "slower than that."
-            ),
-            table(["model", "weights", *quantities, "host"], rows),
-            source(found),
-        ]
-    if small is not None:
-        task = select(small["rows"], model="separable task")
-        cells = []
-        for system in dict.fromkeys(row["system"] for row in task):
-            loss, accuracy = (
-                one(task, system=system, quantity=each) for each in ("loss at the end", "accuracy")
             )
-            seeds = loss["detail"]["by_seed"]
-            cells.append(
-                [system, f"{loss['value']:.4f}", f"{min(seeds):.4f} to {max(seeds):.4f}",
-                 f"{accuracy['value']:.2f}"]
-            )  # fmt: skip
-        parts += [
-            paragraph(
-                "*Mode: miniature.* A task that a plane separates, trained on this CPU; means over "
-                "five seeds. First order is beside it for honesty: it needs fewer steps for the "
-                "same loss. Visiting and resident layers give the same losses, to the bit."
-            ),
-            table(["run", "loss at the end", "over seeds", "accuracy, %"], cells),
-            table(
-                ["update and packing on the host", "ns of processor time an element"],
-                [
-                    [row["system"], f"{row['value']:.1f}"]
-                    for row in select(small["rows"], quantity=HOST_QUANTITY)
-                ],
-            ),
-            source(small),
-        ]
-    return "\n\n".join(parts)
+            cells = [f"{row['value']:.2f}" for row in (step, *others)]
+            rows.append([name, way.name, *cells, _on_host(host, step)])
+    return [
+        paragraph(
+            "*Mode: predict.* Steps in ms on the clock, memory in GB of 1e9 bytes. *Host* is "
+            "what `transfer_dtype` lets the host do in a step, in s of processor time: update "
+            "and packing of the weights, from the time of an element that was measured below. "
+            "The clock's steps do not have it. It runs beside compute, but it is the longest "
+            "lane by far unless many cores share it: `transfer_dtype` is for links that are "
+            "slower than that."
+        ),
+        table(["model", "weights", *quantities, "host"], rows),
+    ]
 
 
-def _on_host(small: dict[str, Any] | None, step: dict[str, Any]) -> str:
+def trained_compression(small: dict[str, Any]) -> list[str]:
+    """Write of experiment 2, in miniature."""
+    losses, accuracies = (
+        select(small["rows"], quantity=each) for each in ("loss at the end", "accuracy")
+    )
+
+    def over_seeds(row: dict[str, Any]) -> str:
+        seeds = row["detail"]["by_seed"]
+        return f"{min(seeds):.4f} to {max(seeds):.4f}"
+
+    return [
+        paragraph(
+            "*Mode: miniature.* A task that a plane separates, trained on this CPU; means over "
+            "five seeds. First order is beside it for honesty: it needs fewer steps for the "
+            "same loss. Visiting and resident layers give the same losses, to the bit."
+        ),
+        table_of(
+            losses,
+            ("run", "{system}"),
+            ("loss at the end", "{value:.4f}"),
+            ("over seeds", over_seeds),
+            ("accuracy, %", lambda row: f"{one(accuracies, system=row['system'])['value']:.2f}"),
+        ),
+        table_of(
+            select(small["rows"], quantity=HOST_QUANTITY),
+            ("update and packing on the host", "{system}"),
+            ("ns of processor time an element", "{value:.1f}"),
+        ),
+    ]
+
+
+def _on_host(host: list[dict[str, Any]], step: dict[str, Any]) -> str:
     """Return the seconds of a step that the host takes for updates and packing, if any."""
-    found = select(small["rows"], quantity=HOST_QUANTITY) if small is not None else []
-    ns = next((row["value"] for row in found if row["system"] == step["system"]), None)
-    if ns is None:
+    of_way = select(host, system=step["system"])
+    if not of_way:
         return ""
     elements = step["detail"]["num_layers"] * step["detail"]["block_parameters"]
-    return f"{elements * ns * 1e-9:.1f}"
+    return f"{elements * of_way[0]['value'] * 1e-9:.1f}"
 
 
-def scaling_section(read: Read) -> str:
-    """Write the page's part on scaling."""
-    parts = ["## ZO2, experiment 3: memory and throughput over the model's size"]
-    if (found := read(PREDICT)) is None:
-        return parts[0]
-    rows = []
-    for name in dict.fromkeys(row["model"] for row in found["rows"]):
-        device, host, speed = (
-            one(found["rows"], model=name, quantity=each)
-            for each in ("device memory", "host memory", "throughput")
-        )
-        published = "" if device["published"] is None else f"{device['published']:.2f}"
-        rows.append(
-            [name, published, f"{device['value']:.2f}", f"{host['value']:.2f}",
-             f"{speed['value']:.0f}"]
-        )  # fmt: skip
-    parts += [
+def predicted_scaling(found: dict[str, Any]) -> list[str]:
+    """Write of experiment 3, predicted."""
+
+    def value(quantity: str, cell: str, row: dict[str, Any]) -> str:
+        return cell.format(**one(found["rows"], model=row["model"], quantity=quantity))
+
+    return [
         paragraph(
             "*Mode: predict.* float16, GB of 1e9 bytes. Throughput is that of the clock without "
             "the noise's kernels; none is published in the text."
         ),
-        table(["model", "published, GB", "device, GB", "host, GB", "tokens/s"], rows),
-        source(found),
+        table_of(
+            select(found["rows"], quantity="device memory"),
+            ("model", "{model}"),
+            ("published, GB", paper("{published:.2f}")),
+            ("device, GB", "{value:.2f}"),
+            ("host, GB", partial(value, "host memory", "{value:.2f}")),
+            ("tokens/s", partial(value, "throughput", "{value:.0f}")),
+        ),
     ]
-    return "\n\n".join(parts)
 
 
 def plot_scaling(document: dict[str, Any]) -> Any:
@@ -227,7 +186,7 @@ def plot_task(document: dict[str, Any]) -> Any:
     """Draw the losses of the separable task; of predictions, the steps over a slow link."""
     if document["mode"] != MINIATURE:
         found = select(document["rows"], quantity="step at 6.25 GB/s")
-        names = list(dict.fromkeys(row["model"] for row in found))
+        names = values(found, "model")
         points = [
             ("6.25 GB/s", row["system"], float(names.index(row["model"])), row["value"])
             for row in found

@@ -23,14 +23,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from result_file import write_result
+from result_file import with_part, write_result
 
 SCHEMA_VERSION = 1
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 RESULT = REPOSITORY / "recipes" / "results" / "cards.json"
-BEGIN = "<!-- cards: python recipes/studies/cards.py -->\n"
-END = "<!-- end of cards -->\n"
+MARKS = ("<!-- cards: python recipes/studies/cards.py -->", "<!-- end of cards -->")
 SEQUENCE_LENGTH = 2048
 
 CARDS = {
@@ -102,16 +101,8 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         "streamed weights and the chunked loss; else `long_context`); –: not one fits. The "
         "most are rarely the fastest. bf16, AdamW with 16-bit states, or LoRA of rank 16. "
         "Estimated: nothing was measured on a GPU yet. "
-        f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*\n"
+        f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*"
     )
-
-
-def written(readme: str, text: str) -> str:
-    """Return *readme* with *text* between the markers."""
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    assert tail, f"README.md has no {BEGIN.strip()} .. {END.strip()}"
-    return f"{head}{BEGIN}{text}{END}{tail}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text := table(cells, commit))
     if not options.smoke:
         write_result(RESULT, kind="cards", schema_version=SCHEMA_VERSION, cells=cells)
-        README.write_text(written(README.read_text(encoding="utf-8"), text), encoding="utf-8")
+        page = with_part(README.read_text(encoding="utf-8"), *MARKS, text)
+        README.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hf_pyao.levers import Levers
 from hf_pyao.tools.estimate.search import largest_on_a_line
-from studies.published_rows import MODELS, NAMES, SEQUENCE_LENGTH, TRACE, Row, Steps, predict_plan
+from studies.published_rows import (
+    MODELS,
+    NAMES,
+    PLACES,
+    SEQUENCE_LENGTH,
+    TRACE,
+    Row,
+    Steps,
+    predict_plan,
+)
 
 GB = 1e9
 LIMIT_BYTES = int(12 * 2**30 * 0.96)
 """12 GiB less 4 %."""
 TOLERANCE = 0.03
+_row = partial(Row, source=f"{TRACE}, peak over the micro-batch", tolerance=TOLERANCE)
 BUCKET_GB = 1.0
 EQUAL = (4, 8, 16)
 """Micro-batches whose peaks are compared."""
@@ -118,23 +129,23 @@ def peaks(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> Iterator[Row]:
     for name, published in PEAKS.items():
         way = next(each for each in WAYS if each.name == name)
         for model in models:
-            for micro_batch, peak in zip(EQUAL, published[_place(model)], strict=True):
+            for micro_batch, peak in zip(EQUAL, published[PLACES[model]], strict=True):
                 yield _peak_row(steps, model, way, micro_batch, peak)
 
 
 def _line_rows(steps: Steps, model: str, way: Way) -> Iterator[Row]:
-    slope, intercept, largest = LINES[way.name][_place(model)]
+    slope, intercept, largest = LINES[way.name][PLACES[model]]
     ours = line_of(steps, model, way)
     explanation, without = _explain(steps, model, way, ours)
+    name = f"{NAMES[model]}, {way.name}"
     for figure, published, value, undone in (
         ("for one more sample", slope, ours.slope, without.slope),
         ("besides the samples", intercept, ours.intercept, without.intercept),
     ):
-        yield _row(model, way, figure, "GB", published, value, explanation, undone)
+        yield _row(f"{name}: {figure}", "GB", published, value, explanation, undone)
+    figure = f"{name}: largest micro-batch"
     if way.head_loss == "off":
-        yield _row(
-            model, way, "largest micro-batch", "samples", largest, ours.largest, tolerance=0.0
-        )
+        yield _row(figure, "samples", largest, ours.largest, tolerance=0.0)
         return
 
     def peak_bytes(micro_batch: int) -> int:
@@ -143,10 +154,7 @@ def _line_rows(steps: Steps, model: str, way: Way) -> Iterator[Row]:
     found = largest_on_a_line(peak_bytes, LIMIT_BYTES)
     if way.checkpointing:
         explanation = FLATTER
-    yield _row(
-        *(model, way, "largest micro-batch", "samples", largest, found, explanation),
-        without.largest,
-    )
+    yield _row(figure, "samples", largest, found, explanation, without.largest)
 
 
 def _peak_row(steps: Steps, model: str, way: Way, micro_batch: int, published: float) -> Row:
@@ -154,10 +162,8 @@ def _peak_row(steps: Steps, model: str, way: Way, micro_batch: int, published: f
     explanation, without = "", None
     if way is ALL_CHUNKED and model == "llama":
         explanation, without = TIED, _llama_as_traced(steps, way).at(micro_batch)
-    return _row(
-        *(model, way, f"peak at micro-batch {micro_batch}", "GB", published, ours, explanation),
-        without,
-    )
+    figure = f"{NAMES[model]}, {way.name}: peak at micro-batch {micro_batch}"
+    return _row(figure, "GB", published, ours, explanation, without)
 
 
 def _explain(steps: Steps, model: str, way: Way, line: Line) -> tuple[str, Line]:
@@ -194,30 +200,3 @@ def _head_gb(steps: Steps, model: str) -> float:
 def _silu_gb(steps: Steps) -> float:
     """Return two tensors of a sample's tokens x Llama's intermediate size."""
     return float(2 * SEQUENCE_LENGTH * steps.config(MODELS["llama"]).intermediate_size * 2 / GB)
-
-
-def _place(model: str) -> int:
-    return list(MODELS).index(model)
-
-
-def _row(
-    model: str,
-    way: Way,
-    figure: str,
-    unit: str,
-    published: float,
-    ours: float,
-    explanation: str = "",
-    without: float | None = None,
-    tolerance: float = TOLERANCE,
-) -> Row:
-    return Row(
-        source=f"{TRACE}, peak over the micro-batch",
-        figure=f"{NAMES[model]}, {way.name}: {figure}",
-        unit=unit,
-        published=published,
-        ours=ours,
-        tolerance=tolerance,
-        explanation=explanation,
-        without=without if explanation else None,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import nn
@@ -23,29 +23,32 @@ from hf_pyao.tools.estimate.recorded_step import record_step
 SEQUENCE_LENGTH = 512
 MODELS = {"opt": "opt:1.3b", "gpt2": "gpt2:0.8b", "llama": "llama:1.2b"}
 """The models of the PyAO paper."""
+PLACES = {model: place for place, model in enumerate(MODELS)}
+"""Where a model's figure is in the tables that have one for each."""
 NAMES = {"opt": "OPT-1.3B", "gpt2": "GPT-2 0.8B", "llama": "Llama 1.2B"}
 TRACE = "an independent trace of the same models"
 """Another program of ours, which shares no code with hf_pyao: fake CUDA tensors, its own hooks,
 its own ledger and its own arithmetic of time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One published figure, and ours."""
 
-    source: str
-    """Title and section, or :data:`TRACE`."""
     figure: str
     """What is compared."""
     unit: str
     published: float
     ours: float
-    tolerance: float
-    """Largest difference that needs no explanation: a share, or points if the unit is ``"%"``."""
     explanation: str = ""
     """Why ours differs; shown where it is out of tolerance."""
     without: float | None = None
     """Ours with what the explanation names undone: what shows that it is the cause."""
+    _: KW_ONLY
+    source: str
+    """Title and section, or :data:`TRACE`."""
+    tolerance: float
+    """Largest difference that needs no explanation: a share, or points if the unit is ``"%"``."""
 
     @property
     def difference(self) -> float:

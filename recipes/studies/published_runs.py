@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ TOLERANCE = 0.05
 # ---- the PyAO paper ------------------------------------------------------------------------------
 
 PAPER = "PyAO paper, section 6.2 (Peak GPU Memory)"
+_row = partial(Row, source=PAPER, tolerance=TOLERANCE)
 FITTED = (("opt", 4, 8.7), ("gpt2", 4, 10.5))
 """The baseline's peaks, which the constant is fitted on: model, micro-batch, GB."""
 CAP_GB = 8.68
@@ -85,29 +87,6 @@ def paper(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> Iterator[Row]:
             *("OPT-1.3B, host memory at micro-batch 8", "GB", 28.66, host, HOST),
             source="PyAO paper, section 8.1 (Worst-Case CPU Memory Usage)",
         )
-
-
-def _row(
-    figure: str,
-    unit: str,
-    published: float,
-    ours: float,
-    explanation: str = "",
-    *,
-    source: str = PAPER,
-    tolerance: float = TOLERANCE,
-    without: float | None = None,
-) -> Row:
-    return Row(
-        source=source,
-        figure=figure,
-        unit=unit,
-        published=published,
-        ours=ours,
-        tolerance=tolerance,
-        explanation=explanation,
-        without=without,
-    )
 
 
 # ---- ALST ----------------------------------------------------------------------------------------

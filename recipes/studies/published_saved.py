@@ -22,6 +22,7 @@ from studies.published_rows import (
 
 MICRO_BATCH = 4
 MB = 1e6
+SOURCE = f"{TRACE}, what autograd saves"
 TOLERANCE = 0.01
 
 # Kind -> (slots of a middle layer, MB per sample and layer).
@@ -179,13 +180,9 @@ def _bytes(program: StepProgram, names: Sequence[str] | None = None) -> float:
 
 
 def _row(model: str, figure: str, published: float, ours: float, unit: str = "MB") -> Row:
+    tolerance = max(TOLERANCE, _rounding(published))
     return Row(
-        source=f"{TRACE}, what autograd saves",
-        figure=f"{NAMES[model]}, {figure}",
-        unit=unit,
-        published=published,
-        ours=ours,
-        tolerance=max(TOLERANCE, _rounding(published)),
+        f"{NAMES[model]}, {figure}", unit, published, ours, source=SOURCE, tolerance=tolerance
     )
 
 

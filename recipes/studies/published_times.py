@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
@@ -13,6 +14,7 @@ from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, StepProgram
 from studies.published_rows import (
     MODELS,
     NAMES,
+    PLACES,
     SEQUENCE_LENGTH,
     TRACE,
     Row,
@@ -25,6 +27,7 @@ from studies.published_rows import (
 
 POINTS = 2.0
 SHARE = 0.03
+_row = partial(Row, source=f"{TRACE}, time of a step", tolerance=SHARE)
 COPY_ENGINES = (1, 2)
 
 # What PyAO's rule flags by the paper's timing, as the trace drops it: activation, down projection.
@@ -116,7 +119,7 @@ def overheads(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> Iterator[R
         for phase, published in GFLOP.items():
             flops = sum(operation.flops for operation in layer_operations(program, phase))
             figure = f"{NAMES[model]}, arithmetic of a layer, {phase}"
-            yield _row(figure, "GFLOP", published[_place(model)], flops / 4e9)
+            yield _row(figure, "GFLOP", published[PLACES[model]], flops / 4e9)
     for number, machine in enumerate(MACHINES):
         for model in models:
             if number < len(FORWARD_MS):
@@ -128,7 +131,7 @@ def _layer_rows(steps: Steps, model: str, machine: Machine, number: int) -> Iter
     program = steps.record(MODELS[model], machine.micro_batch)
     forward_ms = layer_ms(program, machine.device, FORWARD) / machine.micro_batch
     nbytes = middle_layer_bytes(program) / machine.micro_batch
-    place, name = _place(model), f"{machine.name}: {NAMES[model]}"
+    place, name = PLACES[model], f"{machine.name}: {NAMES[model]}"
     yield _row(f"{name}, forward of a layer", "ms", FORWARD_MS[number][place], forward_ms)
     yield _row(
         *(f"{name}, saved bytes over that time", "GB/s", THROUGHPUT[number][place]),
@@ -190,10 +193,11 @@ def _overhead_rows(steps: Steps, model: str, machine: Machine, number: int) -> I
         yield _row(
             f"{machine.name}: {NAMES[model]}, {name}",
             "%",
-            published[number][_place(model)],
+            published[number][PLACES[model]],
             100 * (steps_ms[0] / base_ms - 1),
             explanation,
             100 * ideal_ms / traced_ms,
+            tolerance=POINTS,
         )
 
 
@@ -254,27 +258,3 @@ def _silu_ms(steps: Steps, model: str, machine: Machine) -> float:
     nbytes = 2 * machine.micro_batch * SEQUENCE_LENGTH * intermediate
     access_ms = nbytes / (machine.device.memory_gib_per_s * GIB) * 1e3
     return float(SILU_ACCESSES * access_ms + SILU_LAUNCHES * machine.device.launch_us / 1e3)
-
-
-def _place(model: str) -> int:
-    return list(MODELS).index(model)
-
-
-def _row(
-    figure: str,
-    unit: str,
-    published: float,
-    ours: float,
-    explanation: str = "",
-    without: float | None = None,
-) -> Row:
-    return Row(
-        source=f"{TRACE}, time of a step",
-        figure=figure,
-        unit=unit,
-        published=published,
-        ours=ours,
-        tolerance=POINTS if unit == "%" else SHARE,
-        explanation=explanation,
-        without=without,
-    )

@@ -33,7 +33,7 @@ from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.step_program import FORWARD, Operation, Resident, Segment, StepProgram
 from hf_pyao.plan.step.streamed_step import block_bytes, with_streamed_blocks
-from hf_pyao.plan.weights.base_names import ALL_LINEAR, BASES
+from hf_pyao.plan.weights.base_names import ALL_LINEAR, BASES, PLAIN
 from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
@@ -65,11 +65,7 @@ MODELS = {
         "num_attention_heads=28,num_key_value_heads=4,vocab_size=152064,"
         "tie_word_embeddings=false"
     ),
-    "Llama 3.1 8B": (
-        "llama:hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,"
-        "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256,"
-        "tie_word_embeddings=false"
-    ),
+    "Llama 3.1 8B": "llama:8b",
     "gpt-oss-120b": (
         "gpt_oss:num_hidden_layers=36,num_local_experts=128,hidden_size=2880,"
         "intermediate_size=2880,num_attention_heads=64,num_key_value_heads=8,head_dim=64,"
@@ -89,7 +85,7 @@ WEIGHTS = (
 PARTS = ("overlap", "pays", "weights", "bases")
 
 BASE_LENGTH = 2048
-BASE_LINK_GB_PER_S = 25.0
+BASE_LINKS_GB_PER_S = (25.0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +111,23 @@ class Pays:
     """A step with all blocks resident, and with all streamed. Sizes are in bytes."""
 
     model: str
+    base: str
+    """How frozen linear layers are stored, as ``pyao estimate --base`` takes it."""
     tokens: int
     link_gb_per_s: float
     checkpointing: bool
-    resident_ms: float
-    streamed_ms: float
+    weights_bytes: int
+    """Of the model, adapters and scales included."""
     resident_bytes: int
+    """Peak, with gradients and moments of the adapters."""
     streamed_bytes: int
     host_bytes: int
-    tokens_by_formula: float
+    resident_ms: float
+    streamed_ms: float
     tokens_by_clock: float
+    """From which on uploads are hidden."""
+    tokens_by_formula: float
+    """The same by arithmetic alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,24 +143,6 @@ class Weights:
     ring_bytes: int
     num_blocks: int
     """Layers, or groups of experts and what else their layers have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseRow:
-    """A step over a base that is stored in so many bits, resident and streamed. In bytes and ms."""
-
-    model: str
-    base: str
-    tokens: int
-    link_gb_per_s: float
-    checkpointing: bool
-    weights_bytes: int
-    """Of the model, adapters and scales included."""
-    resident_bytes: int
-    """Peak, with gradients and moments of the adapters."""
-    streamed_bytes: int
-    resident_ms: float
-    streamed_ms: float
 
 
 def link_of(gb_per_s: float, copy_engines: int = 2) -> LinkModel:
@@ -211,7 +196,13 @@ def _layer(spec: str) -> torch.nn.Module:
     return model.model.decoder.layers[0]
 
 
-def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
+def pays(
+    model: str,
+    lengths: Sequence[int],
+    links_gb_per_s: Sequence[float] = LINKS_GB_PER_S,
+    base: str = PLAIN,
+    optimizer_bytes: int = 4,
+) -> Iterator[Pays]:
     """Yield steps of *model* with LoRA at each length, over each link, without and with
     checkpointing."""
     hardware = find_hardware(CARD)
@@ -220,8 +211,10 @@ def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
             training = FakeTraining(
                 config=config_of(parse_model(model)),
                 lora_rank=16,
+                base=base,
                 adapter_dtype="float32",
                 training_state="device",
+                optimizer_bytes=optimizer_bytes,
                 checkpointing=checkpointing,
                 kernels=hardware.kernels,
             )
@@ -229,7 +222,7 @@ def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
             times_ms = operation_times_ms(program, hardware.device)
             streamed = with_streamed_blocks(program, range(program.num_layers))
             leaves = [False] * len(program.slots)
-            for gb_per_s in LINKS_GB_PER_S:
+            for gb_per_s in links_gb_per_s:
                 link = link_of(gb_per_s)
                 both = [
                     predict(each, leaves, window_bytes=WINDOW_BYTES, times_ms=times_ms, link=link)
@@ -237,16 +230,18 @@ def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
                 ]
                 yield Pays(
                     model=model,
+                    base=base,
                     tokens=length,
                     link_gb_per_s=gb_per_s,
                     checkpointing=checkpointing,
-                    resident_ms=both[0].step_ms,
-                    streamed_ms=both[1].step_ms,
+                    weights_bytes=sum(each.nbytes for each in program.residents),
                     resident_bytes=both[0].peak_bytes,
                     streamed_bytes=both[1].peak_bytes,
                     host_bytes=streamed.streamed.host_bytes,
-                    tokens_by_formula=tokens_by_formula(2.0, hardware.device, link),
+                    resident_ms=both[0].step_ms,
+                    streamed_ms=both[1].step_ms,
                     tokens_by_clock=tokens_by_clock(program, times_ms, link, length),
+                    tokens_by_formula=tokens_by_formula(BASES[base], hardware.device, link),
                 )
 
 
@@ -273,46 +268,10 @@ def weights() -> Iterator[Weights]:
         )
 
 
-def bases() -> Iterator[BaseRow]:
-    """Yield a step of one sample with adapters in float32 over each base, resident and streamed."""
-    hardware = find_hardware(CARD)
+def bases() -> Iterator[Pays]:
+    """Yield a step of one sample over each base, with AdamW's moments in 32 bits."""
     for base in BASES:
-        for checkpointing in (True, False):
-            training = FakeTraining(
-                config=config_of(parse_model(MODELS["Llama 3.1 8B"])),
-                lora_rank=16,
-                base=base,
-                adapter_dtype="float32",
-                training_state="device",
-                optimizer_bytes=8,
-                checkpointing=checkpointing,
-                kernels=hardware.kernels,
-            )
-            program = record_step(training, 1, BASE_LENGTH)
-            times_ms = operation_times_ms(program, hardware.device)
-            link = link_of(BASE_LINK_GB_PER_S)
-            both = [
-                predict(
-                    each,
-                    [False] * len(each.slots),
-                    window_bytes=WINDOW_BYTES,
-                    times_ms=times_ms,
-                    link=link,
-                )
-                for each in (program, with_streamed_blocks(program, range(program.num_layers)))
-            ]
-            yield BaseRow(
-                model="Llama 3.1 8B",
-                base=base,
-                tokens=BASE_LENGTH,
-                link_gb_per_s=BASE_LINK_GB_PER_S,
-                checkpointing=checkpointing,
-                weights_bytes=sum(each.nbytes for each in program.residents),
-                resident_bytes=both[0].peak_bytes,
-                streamed_bytes=both[1].peak_bytes,
-                resident_ms=both[0].step_ms,
-                streamed_ms=both[1].step_ms,
-            )
+        yield from pays(MODELS["Llama 3.1 8B"], (BASE_LENGTH,), BASE_LINKS_GB_PER_S, base, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,10 +294,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     model, lengths = ("llama:tiny", (64, 128)) if args.smoke else (args.model, LENGTHS)
     pays_rows = list(pays(model, lengths)) if "pays" in args.parts else []
-    for each in pays_rows:
+    base_rows = list(bases()) if "bases" in args.parts and not args.smoke else []
+    for each in (*pays_rows, *base_rows):
         what = "checkpointing" if each.checkpointing else "all kept"
         print(
-            f"{each.tokens:6} tokens, {each.link_gb_per_s:4.1f} GB/s, {what:13}: "
+            f"{each.base:10} {each.tokens:6} tokens, {each.link_gb_per_s:4.1f} GB/s, {what:13}: "
+            f"weights {each.weights_bytes / 1e9:5.2f} GB, "
             f"{each.resident_ms:9.1f} -> {each.streamed_ms:9.1f} ms "
             f"({each.streamed_ms / each.resident_ms - 1:+.1%}), "
             f"{each.resident_bytes / 1e9:6.2f} -> {each.streamed_bytes / 1e9:6.2f} GB; hides from "
@@ -350,13 +311,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found.model}, {found.base}: {found.all_bytes / 1e9:.2f} GB of weights; "
             f"{found.stay_bytes / 1e9:.2f} GB stay, ring {found.ring_bytes / 1e9:.2f} GB, "
             f"{found.num_blocks} blocks"
-        )
-    base_rows = list(bases()) if "bases" in args.parts and not args.smoke else []
-    for at in base_rows:
-        print(
-            f"{at.base:10} {'checkpointing' if at.checkpointing else 'all kept':13}: weights "
-            f"{at.weights_bytes / 1e9:5.2f} GB, peak {at.resident_bytes / 1e9:5.2f} -> "
-            f"{at.streamed_bytes / 1e9:5.2f} GB, {at.resident_ms:.0f} -> {at.streamed_ms:.0f} ms"
         )
     if args.result is not None:
         write_result(

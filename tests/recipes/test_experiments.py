@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments import hiding, modules, published, write_page
+from experiments import hiding, modules, published, run, write_page
 from experiments.calibration import Point, calibrate, check, errors_of
 from experiments.catalogue import EXPERIMENTS
 from experiments.communication import (
@@ -31,7 +31,6 @@ from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedup
 from experiments.predictor import Predictor, scale_copies
 from experiments.real_cluster import step_ms_of
 from experiments.rows import MODES, RESULTS, one, read_document, select
-from experiments.runner import run_experiment
 from experiments.scaling import split
 from experiments.systems import (
     AUTO,
@@ -51,7 +50,6 @@ from hf_pyao.errors import ConfigError
 from tests.recipes.conftest import RECIPES
 
 FIVE = Cluster(num_nodes=5, link_gbit_per_s=1.0)
-BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 QUICK = ("neurocache_table1", "communication_grid")
 
 
@@ -253,17 +251,15 @@ def test_a_sweep_is_split_by_a_rule_and_checked_where_it_was_not_fitted(
     ]
     assert len(split(slower)[1]) == 3 and len(split(slower, "micro-batches between")[1]) == 1
     result = tmp_path / "grid.json"
-    run_experiment(
-        BY_NAME["communication_grid"],
-        ["--miniature", "--sweeps", str(sweep), "--result", str(result), "--no-plots"],
-    )
+    given = ["--miniature", "--sweeps", str(sweep), "--result", str(result), "--no-plots"]
+    run.main(["communication_grid", *given])
     document = read_document(result)
     for fit in document["calibration"].values():
         assert fit["efficiency"] == pytest.approx(0.9)
         assert fit["overlap"] == pytest.approx(0, abs=1e-9)
     assert document["rows"][0]["detail"]["error"] == pytest.approx(0, abs=1e-9)
-    assert [row.value for row in speedups_of(found, "Figure 6")] == [1, 4, 8]
-    assert "Mode: miniature" in BY_NAME["communication_grid"].section(
+    assert [row.value for row in speedups_of(found)] == [1, 4, 8]
+    assert "Mode: miniature" in run.BY_NAME["communication_grid"].section(
         lambda mode: document if mode == "miniature" else None
     )
 
@@ -348,22 +344,24 @@ def test_a_recipes_step_is_read_from_its_table() -> None:
 
 def smoke(name: str, tmp_path: Path, *options: str) -> dict[str, Any]:
     path = tmp_path / f"{name}.json"
-    run_experiment(BY_NAME[name], ["--smoke", "--result", str(path), "--models", "opt", *options])
+    run.main([name, "--smoke", "--result", str(path), "--models", "opt", *options])
     return read_document(path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in BY_NAME],
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
+        for name in run.BY_NAME
+    ],
 )
-def test_smoke_of_every_script(name: str, tmp_path: Path) -> None:
-    assert (RECIPES / "experiments" / f"{name}.py").is_file()
+def test_smoke_of_every_experiment(name: str, tmp_path: Path) -> None:
     document = smoke(name, tmp_path)
     assert document["rows"]
     assert all(row["mode"] == "predict" and row["status"] for row in document["rows"])
     assert not document["is_measured"]
-    if BY_NAME[name].plot is not None:
+    if run.BY_NAME[name].plot is not None:
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
@@ -422,7 +420,7 @@ def test_smoke_of_measured_sweeps(name: str, tmp_path: Path) -> None:
     assert {row["mode"] for row in document["rows"]} == {"miniature"}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", list(run.BY_NAME))
 def test_without_an_accelerator_real_refuses_in_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,10 +428,18 @@ def test_without_an_accelerator_real_refuses_in_one_line(
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        run_experiment(BY_NAME[name], ["--real"])
+        run.main([name, "--real"])
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
-    assert said.err.startswith(f"{name}.py: error: ") and said.err.count("\n") == 1
+    assert said.err.startswith(f"{name}: error: ") and said.err.count("\n") == 1
+
+
+def test_help_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    said = capsys.readouterr().out
+    for experiment in EXPERIMENTS:
+        assert re.search(rf"^  {experiment.name} +{re.escape(experiment.title)}$", said, re.M)
 
 
 def test_what_is_no_figure_of_that_kind_is_refused_in_one_line(
@@ -441,7 +447,7 @@ def test_what_is_no_figure_of_that_kind_is_refused_in_one_line(
 ) -> None:
     for name in ("table3", "figure6"):
         with pytest.raises(SystemExit):
-            run_experiment(BY_NAME[name], ["--miniature"])
+            run.main([name, "--miniature"])
         assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -451,7 +457,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 
 
 def test_every_experiment_has_a_predicted_result() -> None:
-    assert {f"{name}_predict" for name in BY_NAME} <= {path.stem for path in FILES}
+    assert {f"{name}_predict" for name in run.BY_NAME} <= {path.stem for path in FILES}
 
 
 def test_every_row_names_its_mode_and_every_file_its_origin() -> None:
@@ -461,7 +467,7 @@ def test_every_row_names_its_mode_and_every_file_its_origin() -> None:
         assert document["mode"] in MODES and document["assumptions"]
         provenance = document["provenance"]
         assert provenance["commit"] and not provenance["is_dirty"], path.name
-        assert f"{document['name']}.py" in provenance["command"]
+        assert document["name"] in provenance["command"]
         for row in document["rows"]:
             assert row["mode"] == document["mode"]
             assert row["value"] is not None or row["status"] != "ok"

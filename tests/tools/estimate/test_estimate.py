@@ -19,10 +19,12 @@ from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import ENGINES
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
-from hf_pyao.tools.estimate.model_sizes import build_config, find_size
+from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.verdict_text import verdict
 from hf_pyao.tools.estimate.ways import WAYS
 from tests.helpers.documents import PROVENANCE
+
+PAPER_MODELS = [f"{model}-{size}" for model, size in PAPER_SIZES.items()]
 
 SMALL = Hardware(
     name="small",
@@ -363,3 +365,25 @@ def test_every_card_says_what_no_tensor_can_have(name: str) -> None:
 def test_a_context_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_gib is 0.25"):
         dataclasses.replace(SMALL, context_gib=0.25)
+
+
+def test_the_pages_say_what_was_estimated() -> None:
+    """The PyAO paper's models on an RTX 4070: result files, and two pages."""
+    root = Path(__file__).parents[3]
+    package = root / "hf_pyao"
+    page = (package / "tools" / "estimate" / "README.md").read_text(encoding="utf-8")
+    lengths = (package / "engine" / "recompute" / "LONG_SEQUENCES.md").read_text(encoding="utf-8")
+    estimates = [
+        json.loads((root / "recipes" / "results" / name).read_text(encoding="utf-8"))["rows"]
+        for name in (f"estimate_{model}_rtx4070.json" for model in PAPER_MODELS)
+    ]
+    for method in ("policy all", "policy all + chunked loss", "long context"):
+        found = [next(row for row in rows if row["method"] == method) for rows in estimates]
+        if method != "policy all":
+            assert " / ".join(str(row["largest_micro_batch"]) for row in found) in lengths
+        cells = [
+            f"{row['largest_micro_batch']} ({row['largest_with_expandable_segments']})"
+            f" · {row['tokens_per_s']:,.0f}"
+            for row in found
+        ]
+        assert " | ".join(cells) in page
