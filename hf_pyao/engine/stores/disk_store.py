@@ -17,6 +17,8 @@
   failed access is tried once more. Bytes that cannot be written stay in memory, and nothing more
   goes to the disk: nothing is lost. Bytes that cannot be read are an error that names the file, in
   backward and so before the optimizer steps.
+- The child of a fork shares the file, and has none of the threads. It puts nothing there, and what
+  its parent put there is an error that says so.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -36,6 +39,7 @@ import torch
 from hf_pyao.engine.stores.disk_access import REMEDY, DiskAccess
 from hf_pyao.engine.stores.disk_blocks import padded
 from hf_pyao.engine.stores.disk_figures import FEWER_BYTES, TB, DiskFigures, WriteLimit
+from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.disk_lanes import CHECK, READ, WRITE, DiskLanes, ThreadedLanes
 from hf_pyao.engine.stores.disk_memory import DiskMemory, MakeMemory
 from hf_pyao.engine.stores.disk_range import IN_MEMORY, DiskBuffer, DiskRange, Phase
@@ -116,11 +120,14 @@ class DiskStore(Store):
         """True once nothing more may go to the disk."""
         self._is_torn = False
         """True if an interrupt may have left these notes half made."""
+        self._process_id = os.getpid()
 
     # ---- as a store ----------------------------------------------------------------------------
 
     def acquire(self, nbytes: int, use: HostUse | None = None) -> DiskBuffer | None:
         """Return a range of the file for *nbytes*; None where the disk takes no more."""
+        if self._is_forked:
+            return None
         with self._lock:
             try:
                 self._settle()
@@ -162,7 +169,8 @@ class DiskStore(Store):
 
     def room(self) -> int:
         """Return the bytes that further buffers may take."""
-        return 0 if self._is_stopped else self.capacity_bytes - self.used_bytes
+        is_shut = self._is_stopped or self._is_forked
+        return 0 if is_shut else self.capacity_bytes - self.used_bytes
 
     def collect(self, meter: DiskMeter) -> None:
         """Count in *meter* what the disk was asked for since the last call, by any user."""
@@ -190,6 +198,8 @@ class DiskStore(Store):
         What is there comes back as before, and the disk may be used again: threads start with the
         next access.
         """
+        if self._is_forked:
+            return
         with self._lock:
             self._settle()
         self._lanes.close()
@@ -203,6 +213,8 @@ class DiskStore(Store):
     def close(self) -> None:
         """Stop, and let all threads end."""
         self.stop()
+        if self._is_forked:
+            return
         with self._lock:
             self._settle()
         self._lanes.close()
@@ -243,6 +255,13 @@ class DiskStore(Store):
         Raises:
             DiskError: they cannot be read.
         """
+        if self._is_forked:
+            raise disk_error(
+                "read",
+                self.file.path,
+                "this process was forked from the one that has its bytes there",
+                "Run forward and backward in the same process.",
+            )
         with self._lock:
             self._settle()
             held = self._range_of(storage)
@@ -262,6 +281,10 @@ class DiskStore(Store):
             held.copied(copy)
             self._read_ahead(held.order)
         self._lanes.tick()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process_id != os.getpid()
 
     # ---- ranges of the file --------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.disks import holds_in_child
 
 ON_DISK = replace(EVERYTHING, window=4096, host_memory_gib=2**-16)
 """16 KiB of the host's memory: nearly all goes to the disk."""
@@ -240,6 +241,31 @@ def test_training_goes_on_where_nothing_is_lost(
     said = [each.getMessage() for each in caplog.records if f"[pyao:{key}]" in each.getMessage()]
     assert len(said) == 1
     assert str(tmp_path) in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_child_of_a_fork_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    model = tiny_model("opt")
+    expected = steps(copy.deepcopy(model))
+    with attach(model, on_disk(tmp_path)) as offloader:
+        loss = model(**tiny_batch(0)).loss
+        store = store_of(offloader)
+        storage = next(iter(store._live.values())).stand_in.untyped_storage()
+
+        def leaves_it() -> bool:
+            assert store.acquire(4096) is None and store.room() == 0
+            with pytest.raises(DiskError, match="forked"):
+                store.memory_to_read(storage)
+            offloader.detach()
+            store._live.clear()
+            store.rest()
+            return True
+
+        assert holds_in_child(leaves_it)
+        assert os.fstat(store.file.descriptor).st_size == store.file.nbytes > 0
+        loss.backward()
+        model(**tiny_batch(1)).loss.backward()
+        assert_same_tensors(gradients_of(model), expected, "gradients")
 
 
 def test_bytes_that_cannot_be_read_are_an_error_before_the_step(tmp_path: Path) -> None:

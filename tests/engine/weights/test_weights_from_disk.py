@@ -32,6 +32,7 @@ from tests.helpers.adapters import tiny_lora
 from tests.helpers.disks import (
     Fault,
     files_of,
+    holds_in_child,
     on_disk,
     plain,
     read_with,
@@ -133,6 +134,23 @@ FAULTS: dict[str, tuple[Callable[..., int], bool]] = {
     "descriptors used up": (no_descriptor, True),
 }
 GOES_ON = ("I/O error, once", "short reads", "a corrupted block, once")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_child_of_a_fork_evaluates(tmp_path: Path) -> None:
+    model, x = frozen_stack(5), torch.ones(2, SIZE)
+    with torch.no_grad():
+        expected = model(x)
+
+    @torch.no_grad()
+    def evaluates() -> bool:
+        return all(torch.equal(model(x), expected) for _ in range(2))
+
+    with attached(model, tmp_path) as offloader:
+        step(model)  # further blocks are read ahead now
+        assert offloader.weights is not None and offloader.weights.places.placed_on_disk
+        assert holds_in_child(evaluates)
+        assert evaluates()
 
 
 def inject(name: str, point: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
