@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +64,8 @@ class PyAOPlugin(PluginFields):
     offloaders: list[Offloader] = field(default_factory=list, init=False, repr=False, compare=False)
     """One for each prepared model, in the order of preparation."""
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
-    _unwrap_methods: list[Callable[[], None]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _installed: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What stands on the accelerator; each has ``remove()``."""
 
     _from_environment: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Names of the fields that the environment filled."""
@@ -119,24 +117,23 @@ class PyAOPlugin(PluginFields):
                 key="plugin-bound",
             )
         self._accelerator = accelerator
-        # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
-        self._wrap_method(accelerator, "prepare", self._prepare)
-        self._wrap_method(accelerator, "backward", self._backward)
-        self._wrap_method(accelerator, "log", self._log)
-        # The offloaders refer to the models, which these two are meant to let go.
-        self._wrap_method(accelerator, "free_memory", self._free_memory)
-        for register, hook in (
-            (accelerator.register_save_state_pre_hook, self._save_plans),
-            (accelerator.register_load_state_pre_hook, self._load_plans),
-        ):
-            self._unwrap_methods.append(register(hook).remove)
-        self._wrap_method(accelerator, "end_training", self._end_training)
+        self._installed += [
+            # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
+            _Around(self, accelerator, "prepare", self._prepare),
+            _Around(self, accelerator, "backward", self._backward),
+            _Around(self, accelerator, "log", self._log),
+            # The offloaders refer to the models, which these two are meant to let go.
+            _Around(self, accelerator, "free_memory", self._free_memory),
+            accelerator.register_save_state_pre_hook(self._save_plans),
+            accelerator.register_load_state_pre_hook(self._load_plans),
+            _Around(self, accelerator, "end_training", self._end_training),
+        ]
         return self
 
     def unbind(self) -> None:
         """Give the accelerator its own methods back; prepared models stay attached. Idempotent."""
-        while self._unwrap_methods:
-            self._unwrap_methods.pop()()
+        while self._installed:
+            self._installed.pop().remove()
         self._accelerator = None
 
     def detach(self) -> None:
@@ -281,31 +278,55 @@ class PyAOPlugin(PluginFields):
         while self.offloaders:
             self.offloaders.pop().detach()
 
-    def _wrap_method(self, accelerator: Accelerator, name: str, around: Callable[..., Any]) -> None:
-        """Put *around* in the place of one method of this accelerator, on the instance alone.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: settings and accelerator, whose copy it is bound to; no models."""
+        return {**vars(self), "offloaders": []}
 
-        It gets the method, and what that would get.
-        """
-        was_on_instance = name in vars(accelerator)
-        method = getattr(accelerator, name)
+    def is_bound_to(self, accelerator: Accelerator) -> bool:
+        """Say whether the models that *accelerator* prepares are attached."""
+        return self._accelerator is accelerator
 
-        @wraps(method)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # Someone may have wrapped the wrapper, and still call it after unbind().
-            if self._accelerator is not accelerator:
-                return method(*args, **kwargs)
-            return around(method, *args, **kwargs)
 
-        def unwrap() -> None:
-            if vars(accelerator).get(name) is not wrapper:
-                return
-            if was_on_instance:
-                setattr(accelerator, name, method)
-            else:
-                delattr(accelerator, name)
+class _Around:
+    """Stands in the place of one method of one accelerator, on the instance.
 
-        setattr(accelerator, name, wrapper)
-        self._unwrap_methods.append(unwrap)
+    A plain object, so that copies of the accelerator, pickled ones too, have their own.
+
+    Args:
+        plugin: bound to the accelerator; after ``unbind()`` the method is called alone.
+        accelerator: has the method.
+        name: of the method.
+        around: gets the method, and what that would get.
+    """
+
+    def __init__(
+        self, plugin: PyAOPlugin, accelerator: Accelerator, name: str, around: Callable[..., Any]
+    ) -> None:
+        self._plugin = plugin
+        self._accelerator = accelerator
+        self._name = name
+        self._around = around
+        self._on_instance: Callable[..., Any] | None = vars(accelerator).get(name)
+        setattr(accelerator, name, self)
+
+    @property
+    def _method(self) -> Callable[..., Any]:
+        # Not kept, but found by its name: the methods that accelerate decorates cannot be pickled.
+        own: Any = getattr(type(self._accelerator), self._name)
+        return self._on_instance or own.__get__(self._accelerator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Someone may have wrapped this, and still call it after unbind().
+        if not self._plugin.is_bound_to(self._accelerator):
+            return self._method(*args, **kwargs)
+        return self._around(self._method, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Put the method back, unless someone has wrapped this."""
+        if vars(self._accelerator).get(self._name) is self:
+            delattr(self._accelerator, self._name)
+            if self._on_instance is not None:
+                setattr(self._accelerator, self._name, self._on_instance)
 
 
 def _plan_file(index: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,23 @@ def test_a_second_accelerator_needs_its_own_plugin() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("is_ours", [True, False], ids=["PyAOAccelerator", "bind"])
+def test_a_pickled_accelerator_is_bound_to_itself(is_ours: bool) -> None:
+    plugin = PyAOPlugin(**SMALL)
+    first = PyAOAccelerator(cpu=True, pyao_plugin=plugin) if is_ours else Accelerator(cpu=True)
+    plugin.bind(first)
+    (trained,) = train(first, tiny_llama(2))
+    other, copied = pickle.loads(pickle.dumps((first, plugin)))
+    assert copied.offloaders == []
+    reference, model = train(Accelerator(cpu=True), tiny_llama(2)), train(other, tiny_llama(2))
+    assert_same_parameters(model[0], reference[0])
+    assert len(copied.offloaders) == len(plugin.offloaders) == 1
+    copied.detach()
+    assert num_hooks(model[0]) == 0 and "prepare" not in vars(other)
+    assert num_hooks(trained) > 0 and "prepare" in vars(first)
+    plugin.detach()
+
+
 def test_freeing_memory_lets_the_models_go() -> None:
     accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
     (model,) = train(accelerator, tiny_llama(), num_steps=1)
