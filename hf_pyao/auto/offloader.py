@@ -296,6 +296,15 @@ class Offloader:
             self.engine.warn_idle()
         self._num_packs_seen = num_packs
 
+    def warn_if_bypassed(self) -> None:
+        """Warn once if the model has gradients, and nothing was ever packed.
+
+        To be called after a backward pass, which may be that of another model.
+        """
+        model = None if self.engine.num_packs else self._model()
+        if model is not None and any(each.grad is not None for each in model.parameters()):
+            self.engine.warn_idle()
+
     def compare_effects(self) -> None:
         """Note in ``engine.effects`` which settings have shown no effect so far."""
         model, lifecycle = self._model(), self._lifecycle

@@ -69,7 +69,6 @@ class PyAOPlugin(PluginFields):
 
     _from_environment: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Names of the fields that the environment filled."""
-    _num_packs_seen: int = field(default=0, init=False, repr=False, compare=False)
     _num_logged: int = field(default=0, init=False, repr=False, compare=False)
     """Micro-batches that had ended when metrics were logged last."""
 
@@ -222,12 +221,11 @@ class PyAOPlugin(PluginFields):
             self._log_and_show(line)
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Warn, once, if none of the models saved anything in the forward before this."""
-        num_packs = sum(offloader.engine.num_packs for offloader in self.offloaders)
-        if self.offloaders and num_packs == self._num_packs_seen:
-            self.offloaders[0].engine.warn_idle()
-        self._num_packs_seen = num_packs
-        return backward(*args, **kwargs)
+        """Warn, once, of a model that is trained and of which hooks have seen nothing."""
+        result = backward(*args, **kwargs)
+        for offloader in self.offloaders:
+            offloader.warn_if_bypassed()
+        return result
 
     def _log(self, log: Callable[..., Any], values: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Log the metrics too, unless no micro-batch has ended since they were logged last.

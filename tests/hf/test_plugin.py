@@ -196,6 +196,29 @@ def test_a_backward_for_which_no_layer_saved_anything_is_warned_about(
     plugin.detach()
 
 
+def test_the_backward_of_another_model_is_no_sign_of_idleness(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
+    critic, ids = nn.Linear(5, 1), torch.arange(6).reshape(2, 3)
+    actor, student = accelerator.prepare(tiny_llama().train(), tiny_llama(4).train())
+    with caplog.at_level(logging.WARNING, "hf_pyao"):
+        accelerator.backward(critic(torch.ones(5)).sum())
+        losses = [model(input_ids=ids, labels=ids).loss for model in (actor, student)]
+        for loss in losses:
+            accelerator.backward(loss)
+        assert not caplog.records
+        bypassed = accelerator.prepare(tiny_llama(2).train())
+        for module in bypassed.modules():  # as code does that was compiled before
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        for _ in range(2):
+            accelerator.backward(bypassed(input_ids=ids, labels=ids).loss)
+    (record,) = caplog.records
+    assert "no layer was seen" in record.getMessage()
+    accelerator.pyao_plugin.detach()
+
+
 def test_several_models_are_told_apart() -> None:
     references = train(Accelerator(cpu=True), tiny_llama(3), tiny_llama(2))
     accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
