@@ -98,7 +98,7 @@ class Offloader:
         The model's hooks own *lifecycle*, which owns this object. A strong reference back would
         leave host memory to Python's cyclic collector.
         """
-        forget_compiled_code()
+        forget_compiled_code(model, found)
         try:
             self._installed.put_on(
                 model,
