@@ -277,12 +277,8 @@ class PyAOPlugin(PluginFields):
             self.offloaders.pop().detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: settings and accelerator, whose copy it is bound to; no models."""
+        """Return what a copy has: all but models. It is bound to the copy of the accelerator."""
         return {**vars(self), "offloaders": []}
-
-    def is_bound_to(self, accelerator: Accelerator) -> bool:
-        """Say whether the models that *accelerator* prepares are attached."""
-        return self._accelerator is accelerator
 
 
 class _Around:
@@ -315,7 +311,7 @@ class _Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Someone may have wrapped this, and still call it after unbind().
-        if not self._plugin.is_bound_to(self._accelerator):
+        if self._plugin._accelerator is not self._accelerator:
             return self._method(*args, **kwargs)
         return self._around(self._method, *args, **kwargs)
 

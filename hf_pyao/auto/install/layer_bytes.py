@@ -82,7 +82,14 @@ class LayerBytesWatch(Observer):
         kind = _KEPT
         if not stays:
             kind = _KIND_OF.get(type(decision), _KEPT)
-        self._counted.setdefault(slot.layer, [0, 0, 0])[kind] += slot.nbytes
+        self._add(slot.layer, kind, slot.nbytes)
+
+    def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
+        """Add the bytes of what is made again with its layer."""
+        self._add(layer, _KEPT if stays else _RECOMPUTED, nbytes)
+
+    def _add(self, layer: str, kind: int, nbytes: int) -> None:
+        self._counted.setdefault(layer, [0, 0, 0])[kind] += nbytes
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Take what was heard, if it was heard from the first layer on; listen no more."""
