@@ -36,11 +36,21 @@ class PyAOCallback(TrainerCallback):
     """Offload while the Trainer trains: ``Trainer(..., callbacks=[PyAOCallback(config)])``.
 
     The model is attached when training begins (it has its final wrapping then) and detached when
-    training ends. Two things need :class:`~hf_pyao.PyAOTrainerMixin` instead: a Trainer calls no
-    callback when training *fails*, so that the model stays attached until :meth:`detach` is called,
-    and the report is written then, or else when the process ends; and it tells its own reporters
-    (TensorBoard, W&B, ...) the logs before this callback sees them, so that the ``pyao/`` metrics
-    reach only the log history and callbacks added later.
+    training ends. A Trainer tells its callbacks little, so that these things need
+    :class:`~hf_pyao.PyAOTrainerMixin` instead:
+
+    - After an out-of-memory error a micro-batch does not run again: training ends with the error.
+    - After an exception in training the model stays attached until :meth:`detach` is called. The
+      report is written then, or else when the process ends.
+    - Trackers that are registered before this callback, such as those of ``report_to``
+      (TensorBoard, W&B, ...), get no ``pyao/`` metrics. The log history and callbacks that are
+      added later do.
+    - With ``stream_weights``, Trainer moves the whole model to the device before it is attached:
+      all weights must fit there once. Evaluation outside of training is not streamed.
+    - ``auto_micro_batch`` is refused.
+    - A training that resumes from a checkpoint does not take up the plan that lies there.
+    - A run that would write more than ``disk_write_limit`` is not refused before it trains. Writing
+      ends at the limit.
 
     Args:
         config: what to offload and how; None for what the flags in the training arguments say, if
