@@ -109,12 +109,24 @@ def disk_tier(
 
 def _capacity(settings: DiskSettings, folder: Path) -> tuple[int, str]:
     """Return the most bytes on the disk, and how they came about (empty: they were given)."""
-    if settings.gib is not None:
-        return int(settings.gib * GIB), ""
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
     num_ranks, _ = ranks_of_node(os.environ)
-    origin = f"the {free_bytes / GIB:.1f} GiB free, less {RESERVE_BYTES / GIB:.0f}"
+    reserve_bytes = RESERVE_BYTES if settings.gib is None else 0
+    room_bytes = max(0, free_bytes - reserve_bytes) // num_ranks
+    asked_bytes = room_bytes if settings.gib is None else int(settings.gib * GIB)
+    if asked_bytes < room_bytes:
+        return asked_bytes, ""
+    origin = f"the {free_bytes / GIB:.1f} GiB free"
+    if reserve_bytes:
+        origin += f", less {reserve_bytes / GIB:.0f}"
     if num_ranks > 1:
         origin += f", divided by {num_ranks} ranks of this node"
-    return max(0, free_bytes - RESERVE_BYTES) // num_ranks, origin
+    if asked_bytes > room_bytes > 0:
+        warn(
+            logger,
+            "disk-full",
+            "the disk of %s gives no more than %.2f of the %g GiB that disk_gib asks for (%s).",
+            *(folder, room_bytes / GIB, settings.gib, origin),
+        )
+    return room_bytes, origin

@@ -310,17 +310,15 @@ class DiskStore(Store):
     def _grow(self, needed_bytes: int) -> bool:
         """Reserve more of the disk; False where it has no more, or may have no more."""
         end = self.file.nbytes
-        room = (self.capacity_bytes - end) // padded(1) * padded(1)
-        nbytes = min(max(needed_bytes, GROWTH_BYTES), room)
+        room = self.capacity_bytes - end
+        # Others may have written since the capacity was worked out.
+        free_bytes = self.file.free_bytes - self._reserve_bytes
+        nbytes = min(max(needed_bytes, GROWTH_BYTES), room, free_bytes) // padded(1) * padded(1)
         if nbytes < needed_bytes:
-            return False
-        if self._reserve_bytes:  # what others have written since the capacity was worked out
-            free_bytes = (self.file.free_bytes - self._reserve_bytes) // padded(1) * padded(1)
-            if free_bytes < needed_bytes:
+            if free_bytes < room:
                 self.capacity_bytes = end
                 self._warn_full("what else is on it has left no more than is to stay free")
-                return False
-            nbytes = min(nbytes, free_bytes)
+            return False
         try:
             self.file.grow(nbytes)
         except OSError as cause:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,6 +415,23 @@ def test_a_leftover_is_removed_and_another_run_is_left_alone(tmp_path: Path) -> 
 
 def disk_threads() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("pyao-disk")}
+
+
+def test_a_disk_with_less_room_than_asked_gives_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_bytes = 3 * 2**14 + 100  # far less than the file grows by
+    free = SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_flag=0)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+    left = property(lambda file: free_bytes - file.nbytes)
+    monkeypatch.setattr(NamelessFile, "free_bytes", left)
+    model = tiny_model("llama", num_hidden_layers=4)
+    expected = steps(copy.deepcopy(model))
+    with attach(model, on_disk(tmp_path, disk_gib=1.0)) as offloader:
+        assert_same_tensors(steps(model), expected, "gradients")
+        assert store_of(offloader).file.nbytes == 3 * 2**14
+        assert "(the 0.0 GiB free)" in offloader.describe()
+    assert "of the 1 GiB that disk_gib asks for" in caplog.text
 
 
 def test_as_the_last_model_is_detached_threads_end_and_room_is_given_back(tmp_path: Path) -> None:
