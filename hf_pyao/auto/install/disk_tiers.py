@@ -78,15 +78,15 @@ def disk_tier(
     folder = private_folder(settings.path, settings.label)
     capacity_bytes, origin = _capacity(settings, folder)
     capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-    if not capacity_bytes:
+    if not capacity_bytes or (settings.gib is not None and origin):
         warn(
             logger,
             "disk-full",
-            "the disk of %s has no room for saved tensors (%s). What finds no room on the host "
-            "stays on the device. Make room, or give disk_gib.",
-            folder,
-            origin,
+            "the disk of %s has room for %.2f GiB of saved tensors (%s). What finds no room there "
+            "or on the host stays on the device. Make room, or give another disk_gib.",
+            *(folder, capacity_bytes / GIB, origin),
         )
+    if not capacity_bytes:
         return None
     source = SlabSource(pin=transport.needs_pinned_memory, numa_node=numa_node)
 
@@ -112,21 +112,14 @@ def _capacity(settings: DiskSettings, folder: Path) -> tuple[int, str]:
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
     num_ranks, _ = ranks_of_node(os.environ)
-    reserve_bytes = RESERVE_BYTES if settings.gib is None else 0
-    room_bytes = max(0, free_bytes - reserve_bytes) // num_ranks
-    asked_bytes = room_bytes if settings.gib is None else int(settings.gib * GIB)
-    if asked_bytes < room_bytes:
-        return asked_bytes, ""
     origin = f"the {free_bytes / GIB:.1f} GiB free"
-    if reserve_bytes:
-        origin += f", less {reserve_bytes / GIB:.0f}"
+    if settings.gib is None:
+        free_bytes = max(0, free_bytes - RESERVE_BYTES)
+        origin += f", less {RESERVE_BYTES / GIB:.0f}"
+    elif settings.gib * GIB * num_ranks <= free_bytes:
+        return int(settings.gib * GIB), ""
+    else:
+        origin += f", of {settings.gib:g} asked for"
     if num_ranks > 1:
         origin += f", divided by {num_ranks} ranks of this node"
-    if asked_bytes > room_bytes > 0:
-        warn(
-            logger,
-            "disk-full",
-            "the disk of %s gives no more than %.2f of the %g GiB that disk_gib asks for (%s).",
-            *(folder, room_bytes / GIB, settings.gib, origin),
-        )
-    return room_bytes, origin
+    return free_bytes // num_ranks, origin

@@ -169,8 +169,9 @@ class DiskStore(Store):
 
     def room(self) -> int:
         """Return the bytes that further buffers may take."""
-        is_shut = self._is_stopped or self._is_forked
-        return 0 if is_shut else self.capacity_bytes - self.used_bytes
+        if self._is_stopped or self._is_forked:
+            return 0
+        return self.capacity_bytes - self.used_bytes
 
     def collect(self, meter: DiskMeter) -> None:
         """Count in *meter* what the disk was asked for since the last call, by any user."""
@@ -198,14 +199,12 @@ class DiskStore(Store):
         What is there comes back as before, and the disk may be used again: threads start with the
         next access.
         """
-        if self._is_forked:
-            return
         with self._lock:
             self._settle()
         self._lanes.close()
         with self._lock:
             self._settle()
-            if not self._live:
+            if not self._live and not self._is_forked:
                 self.file.shrink()
                 self._space = FreeRanges(0)
                 self.pool_bytes = 0
@@ -213,8 +212,6 @@ class DiskStore(Store):
     def close(self) -> None:
         """Stop, and let all threads end."""
         self.stop()
-        if self._is_forked:
-            return
         with self._lock:
             self._settle()
         self._lanes.close()
@@ -256,12 +253,9 @@ class DiskStore(Store):
             DiskError: they cannot be read.
         """
         if self._is_forked:
-            raise disk_error(
-                "read",
-                self.file.path,
-                "this process was forked from the one that has its bytes there",
-                "Run forward and backward in the same process.",
-            )
+            reason = "this process was forked from the one that wrote there"
+            remedy = "Run forward and backward in the same process."
+            raise disk_error("read", self.file.path, reason, remedy)
         with self._lock:
             self._settle()
             held = self._range_of(storage)
