@@ -14,7 +14,7 @@ from hf_pyao.auto.effects.arguments import look_at_arguments, warn_of_sequence_p
 from hf_pyao.auto.install.conflicts import check_checkpointing_arguments, check_training_arguments
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
 from hf_pyao.hf.arguments import PyAOArguments
@@ -139,7 +139,8 @@ class PyAOCallback(TrainerCallback):
         """
         if isinstance(args, PyAOArguments):
             args.is_heeded = True
-        self._checked_config(args)
+        if not is_switched_off():
+            self._checked_config(args)
 
     def on_train_begin(
         self,
@@ -155,6 +156,9 @@ class PyAOCallback(TrainerCallback):
             ConflictError: see ``../auto/install/conflicts.py``.
             ConfigError: more would be written to the disk than may be.
         """
+        if is_switched_off():
+            log_and_show(SWITCHED_OFF, args, state)
+            return
         # With auto_find_batch_size this event comes once per try and the end only once; what a try
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
         if self._is_attached_early:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hf_pyao.attachment import attach
@@ -16,7 +15,7 @@ from hf_pyao.auto.effects.arguments import look_at_accelerator, warn_of_sequence
 from hf_pyao.auto.install.conflicts import check_accelerator_of_streaming
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
-from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.config import SETTINGS, SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.errors import ConflictError, NoLayersFoundError
 from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
@@ -80,6 +79,9 @@ class PyAOPlugin(PluginFields):
                 setattr(self, name, value)
                 self._from_environment.add(name)
         self.enabled = True if self.enabled is None else _ENABLED.check("enabled", self.enabled)
+        if is_switched_off():
+            logger.info(SWITCHED_OFF)
+            self.enabled = False
         refuse_without_trainer(self.config(), "a training loop of your own")
 
     def config(self) -> PyAOConfig:
@@ -145,24 +147,23 @@ class PyAOPlugin(PluginFields):
 
         With several models the keys of the i-th begin with ``model<i>/``, from 0.
         """
-        if len(self.offloaders) == 1:
-            return self.offloaders[0].metrics()
-        return {
-            f"model{index}/{key}": value
-            for index, offloader in enumerate(self.offloaders)
-            for key, value in offloader.metrics().items()
-        }
+        return self._by_model(lambda offloader: offloader.metrics())
 
     def logged_metrics(self) -> dict[str, float]:
         """Return what goes to the trackers: ``pyao/<key>``, as ``log_metrics`` says.
 
         With several models the keys of the i-th begin with ``pyao/model<i>/``, from 0.
         """
-        is_one = len(self.offloaders) == 1
+        logged = self._by_model(lambda offloader: offloader.record.logged_metrics())
+        return {f"{LOG_PREFIX}{key}": value for key, value in logged.items()}
+
+    def _by_model(self, figures: Callable[[Offloader], dict[str, float]]) -> dict[str, float]:
+        if len(self.offloaders) == 1:
+            return figures(self.offloaders[0])
         return {
-            f"{LOG_PREFIX}{'' if is_one else f'model{index}/'}{key}": value
+            f"model{index}/{key}": value
             for index, offloader in enumerate(self.offloaders)
-            for key, value in offloader.record.logged_metrics().items()
+            for key, value in figures(offloader).items()
         }
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,9 +185,10 @@ class PyAOPlugin(PluginFields):
             NoLayersFoundError: none has, and none was attached before.
         """
         without: NoLayersFoundError | None = None
+        device = None if self._accelerator is None else self._accelerator.device
         for model in models:
             try:
-                offloader = attach(model, self.config(), device=self._device)
+                offloader = attach(model, self.config(), device=device)
             except NoLayersFoundError as error:
                 without = without or error
                 logger.info("a %s is not offloaded: it has no layers", class_name(model))
@@ -195,11 +197,6 @@ class PyAOPlugin(PluginFields):
                 self._add(offloader)
         if without is not None and not self.offloaders:
             raise without
-
-    @property
-    def _device(self) -> torch.device | None:
-        accelerator = self._accelerator
-        return None if accelerator is None else accelerator.device
 
     def _add(self, offloader: Offloader) -> None:
         index = len(self.offloaders)
