@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,17 +59,11 @@ def plain(descriptor: int, buffers: Sequence[memoryview], offset: int, number: i
     return os.preadv(descriptor, list(buffers), offset)
 
 
-def holds_in_child(check: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def holds_in_child(check: Callable[[], bool]) -> bool:
     """Say whether *check* is true in the child of a fork, and comes to its end there."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if check() else 1)
-        finally:
-            os._exit(2)
-    end = time.monotonic() + timeout_s
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    return ended[1] == 0
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=lambda: os._exit(0 if check() else 1))
+    child.start()
+    child.join(30.0)
+    child.kill()
+    return child.exitcode == 0

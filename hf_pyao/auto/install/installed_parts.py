@@ -162,9 +162,10 @@ def forget_compiled_code(model: nn.Module, found: FoundLayers) -> None:
     """
     if "torch._dynamo" not in sys.modules:
         return
-    kinds = {type(each) for each in model.modules() if not _is_torchs(type(each))}
-    kinds |= {type(layer) for _, layer in found.layers}
-    addresses = {str(id(kind)) for kind in kinds}
+    layers = {type(layer) for _, layer in found.layers}
+    kinds = {type(each) for each in model.modules()}
+    own = {each for each in kinds if each in layers or not each.__module__.startswith("torch.nn.")}
+    addresses = {str(id(kind)) for kind in own}
     try:
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
@@ -178,7 +179,3 @@ def forget_compiled_code(model: nn.Module, found: FoundLayers) -> None:
                     break
     except (AttributeError, ImportError, TypeError):
         torch._dynamo.reset()
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.")

@@ -79,16 +79,12 @@ class LayerBytesWatch(Observer):
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Add the bytes of *slot*."""
-        kind = _KEPT
-        if not stays:
-            kind = _KIND_OF.get(type(decision), _KEPT)
-        self._add(slot.layer, kind, slot.nbytes)
+        kind = _KEPT if stays else _KIND_OF.get(type(decision), _KEPT)
+        self._counted.setdefault(slot.layer, [0, 0, 0])[kind] += slot.nbytes
 
     def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
         """Add the bytes of what is made again with its layer."""
-        self._add(layer, _KEPT if stays else _RECOMPUTED, nbytes)
-
-    def _add(self, layer: str, kind: int, nbytes: int) -> None:
+        kind = _KEPT if stays else _RECOMPUTED
         self._counted.setdefault(layer, [0, 0, 0])[kind] += nbytes
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:

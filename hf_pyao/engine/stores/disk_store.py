@@ -169,9 +169,7 @@ class DiskStore(Store):
 
     def room(self) -> int:
         """Return the bytes that further buffers may take."""
-        if self._is_stopped or self._is_forked:
-            return 0
-        return self.capacity_bytes - self.used_bytes
+        return 0 if self._is_stopped else self.capacity_bytes - self.used_bytes
 
     def collect(self, meter: DiskMeter) -> None:
         """Count in *meter* what the disk was asked for since the last call, by any user."""

@@ -34,8 +34,7 @@ RELATIVE_GAP = 2e-3
 TIME_LIMIT_S = 2.0
 """After which the best choice so far is taken."""
 
-_STDOUT = threading.Lock()
-"""Held while the process's stdout is exchanged."""
+_STDOUT = threading.Lock()  # held while the process's stdout is exchanged
 
 TIE_MS = 1e-7
 """What a copy and what a recomputation cost beside their time: of equals, the fewer."""
@@ -196,8 +195,7 @@ def without_lines_of_highs(solve: Callable[[], Any]) -> Any:
     It prints them to the C library's stdout, whatever it is told. What others print meanwhile comes
     afterwards.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_STDOUT)
+    with _STDOUT, contextlib.ExitStack() as stack:
         try:
             kept = os.dup(1)
             stack.callback(os.close, kept)
@@ -212,9 +210,7 @@ def without_lines_of_highs(solve: Callable[[], Any]) -> Any:
                 ctypes.CDLL(None).fflush(None)
             os.dup2(kept, 1)
             printed.seek(0)
-            for line in printed:
-                if not line.startswith(b"HighsMip"):
-                    os.write(1, line)
+            os.write(1, b"".join(each for each in printed if not each.startswith(b"HighsMip")))
 
 
 class _GroupColumns:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError, nearest, unknown_name
-from hf_pyao.text import one_line
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES, ModelSize
 
 SizeTable = Mapping[str, Mapping[str, ModelSize]]
@@ -98,8 +97,8 @@ def config_of(spec: ModelSpec) -> Any:
         raise
     except Exception as error:  # of whatever reads and checks configurations
         # Its first line; the next, too, where that is the cause.
-        reason = one_line(str(error).strip().replace(":\n", ": ").partition("\n")[0])
-        reason = reason or type(error).__name__
+        first = str(error).strip().replace(":\n", ": ").partition("\n")[0]
+        reason = " ".join(first.split()) or type(error).__name__
         known = [f"{each}:{size}" for each, sizes in MODEL_SIZES.items() for size in sizes]
         meant = nearest(spec.name, known) if spec.path is not None else ""
         raise ConfigError(

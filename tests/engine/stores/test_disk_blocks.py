@@ -22,7 +22,6 @@ from hf_pyao.engine.stores.disk_reader import BlockRead, DiskReader, span_of
 from hf_pyao.engine.stores.private_mapping import private_mapping, tells_writes, was_written
 from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.errors import DiskError, InternalError
-from tests.helpers.disks import holds_in_child
 
 SIZES = (1, 4096, 5 * CHUNK_BYTES // 2 + 17, 3 * CHUNK_BYTES, 9 * CHUNK_BYTES + 4097)
 
@@ -179,31 +178,6 @@ def test_without_direct_reads_pages_are_dropped_and_that_is_said(
     assert torch.equal(whole(reader, file, 4), blocks[4])
     assert sum(each[2] for each in dropped) == disk_blocks.padded(SIZES[4])
     assert sum("O_DIRECT" in each.getMessage() for each in caplog.records) == 1
-    reader.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_the_child_of_a_fork_reads_by_itself(tmp_path: Path) -> None:
-    may_go_on, blocks = threading.Event(), blocks_of(9)
-
-    def late(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        assert os.getpid() != parent or may_go_on.wait(30.0)
-        return os.preadv(descriptor, buffers, offset)
-
-    parent, file, reader = os.getpid(), write(tmp_path, blocks), DiskReader(late)
-    read = begin(reader, file, 4)  # whose threads wait as the process is forked
-
-    def reads_anew() -> bool:
-        assert read.is_lost and read.is_done and read.wait_until_done(30.0)
-        read.cancel()
-        return torch.equal(whole(reader, file, 4), blocks[4])
-
-    with reader._lock:  # as if a thread of the parent had it
-        assert holds_in_child(reads_anew)
-    may_go_on.set()
-    read.wait()
-    assert not read.is_lost
-    assert torch.equal(read.target[: SIZES[4]], blocks[4])
     reader.close()
 
 

@@ -138,15 +138,6 @@ def test_after_another_instance_of_the_class_ran_compiled(
         assert offloader.engine.num_packs == packs
 
 
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts(x).sum()
-
-
 @pytest.mark.parametrize("can_ask", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_only_code_of_the_model_is_compiled_again(
     can_ask: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +148,7 @@ def test_only_code_of_the_model_is_compiled_again(
         compiled.append(graph)
         return graph.forward
 
-    critic = torch.compile(Critic(), backend=backend)
+    critic = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend=backend)
     scale = torch.compile(lambda x: x.tanh() * 2, backend=backend)
     model = build()
     forward = torch.compile(lambda x: model(x).sum(), backend=backend)

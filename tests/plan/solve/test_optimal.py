@@ -10,12 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_pyao.plan.solve.optimal import (
-    InfeasibleError,
-    bound_ms,
-    solve,
-    without_lines_of_highs,
-)
+from hf_pyao.plan.solve import optimal
+from hf_pyao.plan.solve.optimal import InfeasibleError, bound_ms, solve
 from hf_pyao.plan.solve.placement import place, spread_order
 from hf_pyao.plan.solve.plan_problem import (
     LayerGroup,
@@ -254,6 +250,6 @@ def test_lines_of_the_solver_do_not_show(capfd: pytest.CaptureFixture[str]) -> N
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        without_lines_of_highs(prints)
+        optimal.without_lines_of_highs(prints)
     os.write(1, b"behind\n")
     assert capfd.readouterr().out == "of another thread\nbehind\n"
