@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hf_pyao.auto.zeroth_order.step import zeroth_order_step as zeroth_order_step
     from hf_pyao.config import PyAOConfig as PyAOConfig
     from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings as ZerothOrderSettings
+    from hf_pyao.errors import ConfigError as ConfigError
+    from hf_pyao.errors import PyAOError as PyAOError
     from hf_pyao.hf.accelerator import PyAOAccelerator as PyAOAccelerator
     from hf_pyao.hf.arguments import PyAOArguments as PyAOArguments
     from hf_pyao.hf.arguments import PyAOTrainingArguments as PyAOTrainingArguments
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from hf_pyao.plan.documents.profile import Profile as Profile
 
 _HOMES = {
+    "ConfigError": "hf_pyao.errors",
     "ModuleMap": "hf_pyao.model.map.module_map",
     "Offloader": "hf_pyao.auto.offloader",
     "OutOfDeviceMemoryError": "hf_pyao.auto.retry.out_of_memory",
@@ -40,6 +43,7 @@ _HOMES = {
     "PyAOArguments": "hf_pyao.hf.arguments",
     "PyAOCallback": "hf_pyao.hf.callback",
     "PyAOConfig": "hf_pyao.config",
+    "PyAOError": "hf_pyao.errors",
     "PyAOPlugin": "hf_pyao.hf.plugin",
     "PyAOTrainer": "hf_pyao.hf.trainer",
     "PyAOTrainerMixin": "hf_pyao.hf.trainer",

@@ -21,7 +21,7 @@ from hf_pyao.auto.parts import Parts, parts_of
 from hf_pyao.auto.retry.failure_message import explain_uncaught
 from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.engine.recompute.dispatch_modes import stop_left_behind
 from hf_pyao.engine.recompute.verification import REBUILT, SEGMENT, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
@@ -73,7 +73,8 @@ def attach(
             CPU, and give the accelerator here. Without ``stream_weights`` it has no effect.
 
     Returns:
-        The offloader, usable as a context manager that detaches at its end.
+        The offloader, usable as a context manager that detaches at its end. With ``PYAO=off`` in
+        the environment it is attached to nothing, so that a script runs as if without it.
 
     Raises:
         ConfigError: a role or module name in *config* is unknown to this model, or no report can
@@ -83,11 +84,17 @@ def attach(
         NoLayersFoundError: no layers were found.
     """
     config = _checked(model, config)
+    is_off = is_switched_off()
+    if is_off:
+        if device is not None and config.stream_weights != "off":
+            model.to(device)
+        config = PyAOConfig(policy="off")
     parts = parts_of(config)
     found = find_layers(model, parts.layers.names, field=parts.layers.label)
     pop_left_behind()
     stop_left_behind()
-    check_model(model)
+    if not is_off:
+        check_model(model)
     plan = given_plan(parts.policy)
     levers = parts.levers.levers if plan is None else levers_of_plan(plan, parts.levers)
     if levers.checkpoint_every:
@@ -105,7 +112,7 @@ def attach(
     streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place, limit)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:
-        logger.info("%s", offloader.describe())
+        logger.info("%s", SWITCHED_OFF if is_off else offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
             offloader.engine.idle_warnings.all_layers_kept(
                 f"{config.label('keep_last_layers')}={parts.fixed.keep_last_layers}",

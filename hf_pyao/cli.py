@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args = make_parser().parse_args(words)
     run: Callable[[argparse.Namespace], int] = args.run
+    # As it is imported it warns of what the host's processor lacks, which no command uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return run(args)
     except PyAOError as error:

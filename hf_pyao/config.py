@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.config_checks import (
     DEFAULT_DISK_WRITE_LIMIT_TB,
     LEAST_LAYERS,
+    LEAST_LIKELY_BYTES,
     check_together,
 )
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import ConfigError, unknown_name, warn
 from hf_pyao.files import read_json_object
 from hf_pyao.settings.kind import Choice, Implied, Named, Names, Switch
 from hf_pyao.settings.paths import FilePath, FolderPath
@@ -32,6 +34,8 @@ from hf_pyao.settings.sizes import (
     Terabytes,
 )
 from hf_pyao.text import Labels, echo
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
@@ -58,6 +62,8 @@ STREAM_EMBEDDINGS_NAMES = ("auto", "on", "off")
 STREAM_DTYPE_NAMES = ("stored", "compute")
 VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
 """Names that ``verify_recompute`` takes."""
+
+SWITCHED_OFF = "hf_pyao is switched off by PYAO=off: nothing is attached."
 
 MIB = 2**20
 GIB = 2**30
@@ -385,11 +391,19 @@ class PyAOConfig:
 
     def __post_init__(self, labels: Mapping[str, str] | None) -> None:
         """Check every field, and hold it in its plain form; see the class docstring."""
+        is_copy = isinstance(labels, Labels)
         object.__setattr__(self, "labels", Labels(labels or {}))
         for name, declared in SETTINGS.items():
             value = declared.kind.check(self.label(name), getattr(self, name))
             object.__setattr__(self, name, value)
         check_together(implied_by(vars(self)), self.label)
+        if not is_copy and isinstance(self.window, int) and 0 < self.window < LEAST_LIKELY_BYTES:
+            warn(
+                logger,
+                "bytes-without-unit",
+                "%s is %d, which means bytes; expected %d or more. Give a unit, such as '256MiB'.",
+                *(self.label("window"), self.window, LEAST_LIKELY_BYTES),
+            )
 
     @property
     def left_open(self) -> frozenset[str]:
@@ -477,6 +491,15 @@ class EffectiveConfig(PyAOConfig):
         save_attention: bool
         attention_groups: int | str
         activation_memory_budget: float | str | tuple[float, ...]
+
+
+def is_switched_off() -> bool:
+    """Say whether the environment has ``PYAO=off``: then nothing is attached, whoever asks for it.
+
+    Raises:
+        ConfigError: the variable ``PYAO`` is there, and neither on nor off.
+    """
+    return not Switch().parse("PYAO", os.environ.get("PYAO", "").strip() or "on")
 
 
 def implied_by(values: Mapping[str, Any]) -> dict[str, Any]:

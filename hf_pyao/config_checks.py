@@ -20,6 +20,9 @@ LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
 """By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
 
+LEAST_LIKELY_BYTES = 64 * 1024  # a window below it, but for 0, was meant in another unit
+
+
 def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
     """Refuse settings that contradict each other.
 

@@ -176,6 +176,7 @@ def test_the_public_names() -> None:
     for name in hf_pyao.__all__:
         assert getattr(hf_pyao, name).__name__ == name
     assert set(hf_pyao.__all__) <= set(dir(hf_pyao))
+    assert issubclass(hf_pyao.ConfigError, hf_pyao.PyAOError)
     with pytest.raises(AttributeError, match=r"no attribute 'PyA0Config'; it has .*PyAOConfig"):
         _ = hf_pyao.PyA0Config
 

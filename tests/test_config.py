@@ -252,6 +252,14 @@ def test_sizes_may_have_units(size: str, num_bytes: int) -> None:
     assert PyAOConfig.from_dict({"window": size}).to_dict()["window"] == num_bytes
 
 
+def test_a_window_of_a_few_bytes_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = PyAOConfig(window=12_345)
+    assert dataclasses.replace(config, min_bytes=1).effective().window == 12_345
+    for likely in ("layer", "120KB", 0, 2**16, None):
+        PyAOConfig(window=likely, min_bytes=1)
+    assert ["window is 12345, which means" in r.getMessage() for r in caplog.records] == [True]
+
+
 def test_a_path_object_is_a_path() -> None:
     config = PyAOConfig(report=Path("out") / "run.json")
     assert config.to_dict()["report"] == str(Path("out/run.json"))

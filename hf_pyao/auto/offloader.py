@@ -23,7 +23,7 @@ from hf_pyao.auto.profiling import ProfileWriter
 from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import PyAOConfig, is_switched_off
 from hf_pyao.engine.recompute.verification import TILES, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.weak_calls import weakly
@@ -93,12 +93,14 @@ class Offloader:
         check: SecondRunCheck,
         streaming: StreamedLayers | None = None,
     ) -> None:
-        """Put everything on *model*. If it raises, the model is as it was before.
+        """Put everything on *model*; nothing with ``PYAO=off``. If it raises, nothing is there.
 
         The model's hooks own *lifecycle*, which owns this object. A strong reference back would
         leave host memory to Python's cyclic collector.
         """
-        forget_compiled_code()
+        if is_switched_off():
+            return
+        forget_compiled_code(model, found)
         try:
             self._installed.put_on(
                 model,
@@ -292,9 +294,18 @@ class Offloader:
         Without it, only a forward that follows an idle one notices.
         """
         num_packs = self.engine.num_packs
-        if num_packs == self._num_packs_seen:
+        if self._is_attached and num_packs == self._num_packs_seen:
             self.engine.warn_idle()
         self._num_packs_seen = num_packs
+
+    def warn_if_bypassed(self) -> None:
+        """Warn once if the model has gradients, and nothing was ever packed.
+
+        To be called after a backward pass, which may be that of another model.
+        """
+        model = None if self.engine.num_packs else self._model()
+        if model is not None and any(each.grad is not None for each in model.parameters()):
+            self.engine.warn_idle()
 
     def compare_effects(self) -> None:
         """Note in ``engine.effects`` which settings have shown no effect so far."""

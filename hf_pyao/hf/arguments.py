@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_pyao.auto.install.conflicts import check_other_offloaders
-from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
+from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, is_switched_off, read_settings
 from hf_pyao.errors import ConfigError, warn
 from hf_pyao.hf.flags import flag_of, flag_text
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
@@ -71,7 +71,7 @@ class PyAOArguments(ArgumentFields):
                 micro-batch is to be chosen, and transformers would change it.
         """
         config = self.pyao_config()
-        if config is not None:
+        if config is not None and not is_switched_off():
             check_other_offloaders(self)
             check_auto_micro_batch(self, config)
             check_report_path(config.report, config.label("report"))
@@ -122,7 +122,7 @@ class PyAOArguments(ArgumentFields):
         Trainer asks for it when training begins, and it is the only thing that it asks then: by
         that time one of ours has read its arguments.
         """
-        if self.activation_offload and not self.is_heeded:
+        if self.activation_offload and not self.is_heeded and not is_switched_off():
             EffectLedger().note(_NOT_HEEDED)
         num_steps: int = super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
         return num_steps

@@ -14,7 +14,7 @@ from hf_pyao.auto.effects.arguments import look_at_arguments, warn_of_sequence_p
 from hf_pyao.auto.install.conflicts import check_checkpointing_arguments, check_training_arguments
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
 from hf_pyao.hf.arguments import PyAOArguments
@@ -36,11 +36,21 @@ class PyAOCallback(TrainerCallback):
     """Offload while the Trainer trains: ``Trainer(..., callbacks=[PyAOCallback(config)])``.
 
     The model is attached when training begins (it has its final wrapping then) and detached when
-    training ends. Two things need :class:`~hf_pyao.PyAOTrainerMixin` instead: a Trainer calls no
-    callback when training *fails*, so that the model stays attached until :meth:`detach` is called,
-    and the report is written then, or else when the process ends; and it tells its own reporters
-    (TensorBoard, W&B, ...) the logs before this callback sees them, so that the ``pyao/`` metrics
-    reach only the log history and callbacks added later.
+    training ends. A Trainer tells its callbacks little, so that these things need
+    :class:`~hf_pyao.PyAOTrainerMixin` instead:
+
+    - After an out-of-memory error a micro-batch does not run again: training ends with the error.
+    - After an exception in training the model stays attached until :meth:`detach` is called. The
+      report is written then, or else when the process ends.
+    - Trackers that are registered before this callback, such as those of ``report_to``
+      (TensorBoard, W&B, ...), get no ``pyao/`` metrics. The log history and callbacks that are
+      added later do.
+    - With ``stream_weights``, Trainer moves the whole model to the device before it is attached:
+      all weights must fit there once. Evaluation outside of training is not streamed.
+    - ``auto_micro_batch`` is refused.
+    - A training that resumes from a checkpoint does not take up the plan that lies there.
+    - A run that would write more than ``disk_write_limit`` is not refused before it trains. Writing
+      ends at the limit.
 
     Args:
         config: what to offload and how; None for what the flags in the training arguments say, if
@@ -129,7 +139,8 @@ class PyAOCallback(TrainerCallback):
         """
         if isinstance(args, PyAOArguments):
             args.is_heeded = True
-        self._checked_config(args)
+        if not is_switched_off():
+            self._checked_config(args)
 
     def on_train_begin(
         self,
@@ -145,6 +156,9 @@ class PyAOCallback(TrainerCallback):
             ConflictError: see ``../auto/install/conflicts.py``.
             ConfigError: more would be written to the disk than may be.
         """
+        if is_switched_off():
+            log_and_show(SWITCHED_OFF, args, state)
+            return
         # With auto_find_batch_size this event comes once per try and the end only once; what a try
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
         if self._is_attached_early:

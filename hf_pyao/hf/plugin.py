@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hf_pyao.attachment import attach
@@ -17,7 +15,7 @@ from hf_pyao.auto.effects.arguments import look_at_accelerator, warn_of_sequence
 from hf_pyao.auto.install.conflicts import check_accelerator_of_streaming
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
-from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.config import SETTINGS, SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.errors import ConflictError, NoLayersFoundError
 from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
@@ -65,13 +63,11 @@ class PyAOPlugin(PluginFields):
     offloaders: list[Offloader] = field(default_factory=list, init=False, repr=False, compare=False)
     """One for each prepared model, in the order of preparation."""
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
-    _unwrap_methods: list[Callable[[], None]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _installed: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What stands on the accelerator; each has ``remove()``."""
 
     _from_environment: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Names of the fields that the environment filled."""
-    _num_packs_seen: int = field(default=0, init=False, repr=False, compare=False)
     _num_logged: int = field(default=0, init=False, repr=False, compare=False)
     """Micro-batches that had ended when metrics were logged last."""
 
@@ -83,6 +79,9 @@ class PyAOPlugin(PluginFields):
                 setattr(self, name, value)
                 self._from_environment.add(name)
         self.enabled = True if self.enabled is None else _ENABLED.check("enabled", self.enabled)
+        if is_switched_off():
+            logger.info(SWITCHED_OFF)
+            self.enabled = False
         refuse_without_trainer(self.config(), "a training loop of your own")
 
     def config(self) -> PyAOConfig:
@@ -119,24 +118,23 @@ class PyAOPlugin(PluginFields):
                 key="plugin-bound",
             )
         self._accelerator = accelerator
-        # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
-        self._wrap_method(accelerator, "prepare", self._prepare)
-        self._wrap_method(accelerator, "backward", self._backward)
-        self._wrap_method(accelerator, "log", self._log)
-        # The offloaders refer to the models, which these two are meant to let go.
-        self._wrap_method(accelerator, "free_memory", self._free_memory)
-        for register, hook in (
-            (accelerator.register_save_state_pre_hook, self._save_plans),
-            (accelerator.register_load_state_pre_hook, self._load_plans),
-        ):
-            self._unwrap_methods.append(register(hook).remove)
-        self._wrap_method(accelerator, "end_training", self._end_training)
+        self._installed += [
+            # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
+            _Around(self, accelerator, "prepare", self._prepare),
+            _Around(self, accelerator, "backward", self._backward),
+            _Around(self, accelerator, "log", self._log),
+            # The offloaders refer to the models, which these two are meant to let go.
+            _Around(self, accelerator, "free_memory", self._free_memory),
+            accelerator.register_save_state_pre_hook(self._save_plans),
+            accelerator.register_load_state_pre_hook(self._load_plans),
+            _Around(self, accelerator, "end_training", self._end_training),
+        ]
         return self
 
     def unbind(self) -> None:
         """Give the accelerator its own methods back; prepared models stay attached. Idempotent."""
-        while self._unwrap_methods:
-            self._unwrap_methods.pop()()
+        while self._installed:
+            self._installed.pop().remove()
         self._accelerator = None
 
     def detach(self) -> None:
@@ -149,24 +147,23 @@ class PyAOPlugin(PluginFields):
 
         With several models the keys of the i-th begin with ``model<i>/``, from 0.
         """
-        if len(self.offloaders) == 1:
-            return self.offloaders[0].metrics()
-        return {
-            f"model{index}/{key}": value
-            for index, offloader in enumerate(self.offloaders)
-            for key, value in offloader.metrics().items()
-        }
+        return self._by_model(lambda offloader: offloader.metrics())
 
     def logged_metrics(self) -> dict[str, float]:
         """Return what goes to the trackers: ``pyao/<key>``, as ``log_metrics`` says.
 
         With several models the keys of the i-th begin with ``pyao/model<i>/``, from 0.
         """
-        is_one = len(self.offloaders) == 1
+        logged = self._by_model(lambda offloader: offloader.record.logged_metrics())
+        return {f"{LOG_PREFIX}{key}": value for key, value in logged.items()}
+
+    def _by_model(self, figures: Callable[[Offloader], dict[str, float]]) -> dict[str, float]:
+        if len(self.offloaders) == 1:
+            return figures(self.offloaders[0])
         return {
-            f"{LOG_PREFIX}{'' if is_one else f'model{index}/'}{key}": value
+            f"model{index}/{key}": value
             for index, offloader in enumerate(self.offloaders)
-            for key, value in offloader.record.logged_metrics().items()
+            for key, value in figures(offloader).items()
         }
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,9 +185,10 @@ class PyAOPlugin(PluginFields):
             NoLayersFoundError: none has, and none was attached before.
         """
         without: NoLayersFoundError | None = None
+        device = None if self._accelerator is None else self._accelerator.device
         for model in models:
             try:
-                offloader = attach(model, self.config(), device=self._device)
+                offloader = attach(model, self.config(), device=device)
             except NoLayersFoundError as error:
                 without = without or error
                 logger.info("a %s is not offloaded: it has no layers", class_name(model))
@@ -199,11 +197,6 @@ class PyAOPlugin(PluginFields):
                 self._add(offloader)
         if without is not None and not self.offloaders:
             raise without
-
-    @property
-    def _device(self) -> torch.device | None:
-        accelerator = self._accelerator
-        return None if accelerator is None else accelerator.device
 
     def _add(self, offloader: Offloader) -> None:
         index = len(self.offloaders)
@@ -225,12 +218,11 @@ class PyAOPlugin(PluginFields):
             self._log_and_show(line)
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Warn, once, if none of the models saved anything in the forward before this."""
-        num_packs = sum(offloader.engine.num_packs for offloader in self.offloaders)
-        if self.offloaders and num_packs == self._num_packs_seen:
-            self.offloaders[0].engine.warn_idle()
-        self._num_packs_seen = num_packs
-        return backward(*args, **kwargs)
+        """Warn, once, of a model that is trained and of which hooks have seen nothing."""
+        result = backward(*args, **kwargs)
+        for offloader in self.offloaders:
+            offloader.warn_if_bypassed()
+        return result
 
     def _log(self, log: Callable[..., Any], values: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Log the metrics too, unless no micro-batch has ended since they were logged last.
@@ -281,31 +273,51 @@ class PyAOPlugin(PluginFields):
         while self.offloaders:
             self.offloaders.pop().detach()
 
-    def _wrap_method(self, accelerator: Accelerator, name: str, around: Callable[..., Any]) -> None:
-        """Put *around* in the place of one method of this accelerator, on the instance alone.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: all but models. It is bound to the copy of the accelerator."""
+        return {**vars(self), "offloaders": []}
 
-        It gets the method, and what that would get.
-        """
-        was_on_instance = name in vars(accelerator)
-        method = getattr(accelerator, name)
 
-        @wraps(method)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # Someone may have wrapped the wrapper, and still call it after unbind().
-            if self._accelerator is not accelerator:
-                return method(*args, **kwargs)
-            return around(method, *args, **kwargs)
+class _Around:
+    """Stands in the place of one method of one accelerator, on the instance.
 
-        def unwrap() -> None:
-            if vars(accelerator).get(name) is not wrapper:
-                return
-            if was_on_instance:
-                setattr(accelerator, name, method)
-            else:
-                delattr(accelerator, name)
+    A plain object, so that copies of the accelerator, pickled ones too, have their own.
 
-        setattr(accelerator, name, wrapper)
-        self._unwrap_methods.append(unwrap)
+    Args:
+        plugin: bound to the accelerator; after ``unbind()`` the method is called alone.
+        accelerator: has the method.
+        name: of the method.
+        around: gets the method, and what that would get.
+    """
+
+    def __init__(
+        self, plugin: PyAOPlugin, accelerator: Accelerator, name: str, around: Callable[..., Any]
+    ) -> None:
+        self._plugin = plugin
+        self._accelerator = accelerator
+        self._name = name
+        self._around = around
+        self._on_instance: Callable[..., Any] | None = vars(accelerator).get(name)
+        setattr(accelerator, name, self)
+
+    @property
+    def _method(self) -> Callable[..., Any]:
+        # Not kept, but found by its name: the methods that accelerate decorates cannot be pickled.
+        own: Any = getattr(type(self._accelerator), self._name)
+        return self._on_instance or own.__get__(self._accelerator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Someone may have wrapped this, and still call it after unbind().
+        if self._plugin._accelerator is not self._accelerator:
+            return self._method(*args, **kwargs)
+        return self._around(self._method, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Put the method back, unless someone has wrapped this."""
+        if vars(self._accelerator).get(self._name) is self:
+            delattr(self._accelerator, self._name)
+            if self._on_instance is not None:
+                setattr(self._accelerator, self._name, self._on_instance)
 
 
 def _plan_file(index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from hf_pyao.auto.install.conflicts import (
 )
 from hf_pyao.auto.install.streaming_checks import check_can_stream
 from hf_pyao.auto.retry.repeatable_inputs import RepeatableInputs
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.arguments import PyAOArguments
 from hf_pyao.hf.callback import PyAOCallback, log_and_show
@@ -83,6 +84,9 @@ class PyAOTrainerMixin(_TrainerBase):
         given = (value for value in (*args, kwargs.get("args")))
         training_args = next((v for v in given if isinstance(v, TrainingArguments)), None)
         config = _resolve_config(training_args, pyao_config)
+        if config is not None and is_switched_off():
+            logging.getLogger(__name__).info(SWITCHED_OFF)
+            config = None
         if config is not None and training_args is not None:
             check_training_arguments(training_args)
             check_auto_micro_batch(training_args, config)

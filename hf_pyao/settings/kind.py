@@ -142,6 +142,7 @@ class Switch(Kind):
 
     flag_type = bool
     metavar = "BOOL"
+    alone = True
     _TEXTS = dict.fromkeys(("1", "true", "yes", "on"), True)
     _TEXTS |= dict.fromkeys(("0", "false", "no", "off"), False)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import importlib.metadata
 import json
@@ -79,41 +78,19 @@ def answered(
         tells: say on stderr that the answer is not new.
     """
     if args.no_cache:
-        return computed(compute)
+        return compute()
     question = question_of(args, model)
     kept = None if question is None else kept_answer(question, kind)
     if kept is not None:
         if tells:
             say("The answer to this question was kept; --no-cache computes it anew.", sys.stderr)
         return kept
-    answer = computed(compute)
+    answer = compute()
     if question is None:  # the model's configuration may be there now
         question = question_of(args, model)
     if question is not None:
         keep_answer(question, answer)
     return answer
-
-
-def computed(compute: Callable[[], D]) -> D:
-    """Return what *compute* returns; what libraries print meanwhile goes to stderr.
-
-    HiGHS, the solver in SciPy, prints lines of its own to the C library's stdout, whatever it is
-    told. There they would stand in the middle of a JSON document.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # there is no stdout, or no stderr
-        return compute()
-    try:
-        return compute()
-    finally:
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def question_of(args: argparse.Namespace, model: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,3 +57,13 @@ def read_with(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> list[int]:
 def plain(descriptor: int, buffers: Sequence[memoryview], offset: int, number: int) -> int:
     """Read as the system does."""
     return os.preadv(descriptor, list(buffers), offset)
+
+
+def holds_in_child(check: Callable[[], bool]) -> bool:
+    """Say whether *check* is true in the child of a fork, and comes to its end there."""
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=lambda: os._exit(0 if check() else 1))
+    child.start()
+    child.join(30.0)
+    child.kill()
+    return child.exitcode == 0

@@ -148,6 +148,17 @@ def test_every_knob_parses_from_the_command_line() -> None:
     )
 
 
+def test_a_switch_needs_no_value() -> None:
+    switches = [f"--{PREFIX}{n}" for n, s in SETTINGS.items() if s.kind.flag_type is bool]
+    assert len(switches) >= 4
+    flags = ("--activation_offload", *switches, f"--{PREFIX}checkpoint_every", "3")
+    config = parse(*flags, f"--{PREFIX}save_attention", "false").pyao_config()
+    assert config.long_context and config.allow_lossy and config.checkpoint_nested
+    assert config.save_attention is False
+    with pytest.raises(ConfigError, match="--activation_offload_allow_lossy would"):
+        parse(f"--{PREFIX}allow_lossy")
+
+
 def test_a_negative_window_is_called_that() -> None:
     with pytest.raises(ConfigError, match=r"--activation_offload_window is -1.*negative"):
         parse("--activation_offload", "--activation_offload_window", "-1").pyao_config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,27 @@ def test_a_backward_for_which_no_layer_saved_anything_is_warned_about(
     plugin.detach()
 
 
+def test_the_backward_of_another_model_is_no_sign_of_idleness(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
+    critic, ids = nn.Linear(5, 1), torch.arange(6).reshape(2, 3)
+    actor, student = accelerator.prepare(tiny_llama().train(), tiny_llama(4).train())
+    with caplog.at_level(logging.WARNING, "hf_pyao"):
+        accelerator.backward(critic(torch.ones(5)).sum())
+        losses = [model(input_ids=ids, labels=ids).loss for model in (actor, student)]
+        for loss in losses:
+            accelerator.backward(loss)
+        assert not caplog.records
+        bypassed = accelerator.prepare(tiny_llama(2).train())
+        for module in bypassed.modules():  # as code does that was compiled before
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        for _ in range(2):
+            accelerator.backward(bypassed(input_ids=ids, labels=ids).loss)
+    assert ["no layer was seen" in r.getMessage() for r in caplog.records] == [True]
+
+
 def test_several_models_are_told_apart() -> None:
     references = train(Accelerator(cpu=True), tiny_llama(3), tiny_llama(2))
     accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
@@ -264,6 +286,20 @@ def test_a_second_accelerator_needs_its_own_plugin() -> None:
 
 
 @pytest.mark.thorough
+def test_a_pickled_accelerator_is_bound_to_itself() -> None:
+    first = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
+    (trained,) = train(first, tiny_llama(2))
+    other = pickle.loads(pickle.dumps(first))
+    copied = other.pyao_plugin
+    assert copied.offloaders == []
+    (model,), (reference,) = (train(each, tiny_llama(2)) for each in (other, Accelerator(cpu=True)))
+    assert_same_parameters(model, reference)
+    assert len(copied.offloaders) == len(first.pyao_plugin.offloaders) == 1
+    copied.detach()
+    assert num_hooks(model) == 0 and "prepare" not in vars(other)
+    assert num_hooks(trained) > 0 and "prepare" in vars(first)
+
+
 def test_freeing_memory_lets_the_models_go() -> None:
     accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
     (model,) = train(accelerator, tiny_llama(), num_steps=1)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pyao import (
+    PyAOAccelerator,
     PyAOCallback,
     PyAOConfig,
     PyAOTrainer,
@@ -438,6 +439,30 @@ def test_flags_under_a_plain_trainer_are_warned_about(
     assert warned(Trainer, flags(tmp_path, max_steps=1), callbacks=[PyAOCallback()]) == 0
     off = arguments(tmp_path, PyAOTrainingArguments, max_steps=1)
     assert warned(Trainer, off) == 0
+
+
+def test_one_variable_switches_everything_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYAO", "off")
+    caplog.set_level(logging.INFO, "hf_pyao")
+    model, ids = tiny_opt(), torch.arange(6).reshape(2, 3)
+    with attach(model, EVERYTHING) as offloader:
+        offloader.run_micro_batch(lambda: model(ids).logits.sum().backward())
+        offloader.warn_if_idle()
+        assert num_hooks(model) == 0 and offloader.metrics() == {}
+    assert num_hooks(PyAOAccelerator(cpu=True).prepare(tiny_opt())) == 0
+    args = flags(tmp_path, max_steps=1, activation_offload_auto_micro_batch="largest")
+    for cls, more in ((PyAOTrainer, {}), (Trainer, {"callbacks": [PyAOCallback(EVERYTHING)]})):
+        trainer = trainer_for(cls, tiny_opt(), args, **more)
+        trainer.add_callback(hooks := CountsHooks())
+        trainer.train()
+        assert hooks.counts == [0]
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["hf_pyao is switched off by PYAO=off: nothing is attached."] * 4
+    monkeypatch.setenv("PYAO", "sometimes")
+    with pytest.raises(ConfigError, match="PYAO is 'sometimes'"):
+        attach(model)
 
 
 @pytest.mark.thorough

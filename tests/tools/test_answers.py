@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
 from hf_pyao.plan.documents.provenance import collect_provenance
-from hf_pyao.text import say
 from hf_pyao.tools import answers
 
 
@@ -180,20 +178,6 @@ def test_answers_are_in_the_users_cache_directory(
 def answers_folder() -> Any:
     """The function itself, which other tests do without."""
     return answers.answers_folder
-
-
-def test_what_libraries_print_is_not_in_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    def compute() -> MicroBatchReport:
-        os.write(1, b"directly\n")
-        ctypes.CDLL(None).puts(b"by the C library")  # which keeps it until it is flushed
-        return report("quiet")
-
-    say("before")
-    assert answers.computed(compute).title == "quiet"
-    say("after")
-    printed = capfd.readouterr()
-    assert printed.out == "before\nafter\n"
-    assert sorted(printed.err.splitlines()) == ["by the C library", "directly"]
 
 
 @pytest.mark.thorough

@@ -68,7 +68,7 @@ def look_at_deepspeed(given: object) -> Iterator[NoEffect]:
             reason="it configures deepspeed.checkpointing.checkpoint, which transformers' models "
             "do not call",
             remedy="drop the block, and set checkpoint_every of hf_pyao or "
-            "gradient_checkpointing=True",
+            "activation_checkpointing=True (before transformers 5.23: gradient_checkpointing=True)",
         )
 
 
@@ -93,8 +93,8 @@ def _fsdp_checkpointing(is_asked: bool, is_fsdp: bool, kind: str) -> Iterator[No
             seen=f"this process does not run under FSDP (distributed type {kind or 'not known'})",
             reason="Accelerate applies the setting to FSDP's units alone, and ignores FSDP's "
             "plugin on a CPU",
-            remedy="set checkpoint_every of hf_pyao or gradient_checkpointing=True, or start the "
-            "run under FSDP",
+            remedy="start the run under FSDP, or set checkpoint_every of hf_pyao or "
+            "activation_checkpointing=True (before transformers 5.23: gradient_checkpointing=True)",
         )
 
 

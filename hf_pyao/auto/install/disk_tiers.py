@@ -78,15 +78,15 @@ def disk_tier(
     folder = private_folder(settings.path, settings.label)
     capacity_bytes, origin = _capacity(settings, folder)
     capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-    if not capacity_bytes:
+    if not capacity_bytes or (settings.gib is not None and origin):
         warn(
             logger,
             "disk-full",
-            "the disk of %s has no room for saved tensors (%s). What finds no room on the host "
-            "stays on the device. Make room, or give disk_gib.",
-            folder,
-            origin,
+            "the disk of %s has room for %.2f GiB of saved tensors (%s). What finds no room there "
+            "or on the host stays on the device. Make room, or give another disk_gib.",
+            *(folder, capacity_bytes / GIB, origin),
         )
+    if not capacity_bytes:
         return None
     source = SlabSource(pin=transport.needs_pinned_memory, numa_node=numa_node)
 
@@ -109,12 +109,17 @@ def disk_tier(
 
 def _capacity(settings: DiskSettings, folder: Path) -> tuple[int, str]:
     """Return the most bytes on the disk, and how they came about (empty: they were given)."""
-    if settings.gib is not None:
-        return int(settings.gib * GIB), ""
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
     num_ranks, _ = ranks_of_node(os.environ)
-    origin = f"the {free_bytes / GIB:.1f} GiB free, less {RESERVE_BYTES / GIB:.0f}"
+    origin = f"the {free_bytes / GIB:.1f} GiB free"
+    if settings.gib is None:
+        free_bytes = max(0, free_bytes - RESERVE_BYTES)
+        origin += f", less {RESERVE_BYTES / GIB:.0f}"
+    elif settings.gib * GIB * num_ranks <= free_bytes:
+        return int(settings.gib * GIB), ""
+    else:
+        origin += f", of {settings.gib:g} asked for"
     if num_ranks > 1:
         origin += f", divided by {num_ranks} ranks of this node"
-    return max(0, free_bytes - RESERVE_BYTES) // num_ranks, origin
+    return free_bytes // num_ranks, origin

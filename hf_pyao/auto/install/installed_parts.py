@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -151,11 +152,30 @@ class InstalledParts:
             part.uninstall()
 
 
-def forget_compiled_code() -> None:
-    """Drop code that torch.compile made before hooks were there: it would go on without them.
+def forget_compiled_code(model: nn.Module, found: FoundLayers) -> None:
+    """Drop code that torch.compile made of *model* before hooks were there: it would ignore them.
 
     Compiled modules do not check for new hooks by default, not even on another instance of the
-    same class.
+    same class. So all goes whose guards name a class of *model*; those of torch.nn, which others
+    have too, only if they are layers. Other compiled code stays. torch promises nothing of how to
+    ask for guards: where that fails, all compiled code is dropped.
     """
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" not in sys.modules:
+        return
+    layers = {type(layer) for _, layer in found.layers}
+    kinds = {type(each) for each in model.modules()}
+    own = {each for each in kinds if each in layers or not each.__module__.startswith("torch.nn.")}
+    addresses = {str(id(kind)) for kind in own}
+    try:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+
+        for reference in list(torch._dynamo.convert_frame.input_codes.seen):
+            if (code := reference()) is None:
+                continue
+            for entry in _debug_get_cache_entry_list(code):
+                parts = entry.guard_manager.code_parts  # such as ___check_type_id(L['self'], 94...)
+                if not parts or addresses.intersection(re.findall(r"\d+", " ".join(parts))):
+                    reset_code(code)
+                    break
+    except (AttributeError, ImportError, TypeError):
         torch._dynamo.reset()

@@ -79,10 +79,13 @@ class LayerBytesWatch(Observer):
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Add the bytes of *slot*."""
-        kind = _KEPT
-        if not stays:
-            kind = _KIND_OF.get(type(decision), _KEPT)
+        kind = _KEPT if stays else _KIND_OF.get(type(decision), _KEPT)
         self._counted.setdefault(slot.layer, [0, 0, 0])[kind] += slot.nbytes
+
+    def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
+        """Add the bytes of what is made again with its layer."""
+        kind = _KEPT if stays else _RECOMPUTED
+        self._counted.setdefault(layer, [0, 0, 0])[kind] += nbytes
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Take what was heard, if it was heard from the first layer on; listen no more."""

@@ -86,27 +86,27 @@ class EngineKeeper:
             return
         if is_parameter(tensor, call.frozen_shapes):
             return
-        nbytes, stats = storage.nbytes(), call.stats
         seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        stats.would_hold_bytes += nbytes
-        if key in call.shared_keys:
-            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
-        else:
-            stats.recomputed_bytes += nbytes
+        self._count(call, key, storage.nbytes())
 
     def _forget_dropped(self, call: LayerCall, tensor: Tensor) -> None:
         """Take back what was counted for *tensor*, which the engine is to keep after all."""
         if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
             return
-        storage, stats = tensor.untyped_storage(), call.stats
-        key, nbytes = storage._cdata, storage.nbytes()
-        if self._counted.get(call.tape, {}).pop(key, None) is None:
-            return
-        stats.would_hold_bytes -= nbytes
-        if key in call.shared_keys:
-            stats.kept_bytes[SHARED_BY_LAYERS] -= nbytes
+        storage = tensor.untyped_storage()
+        if self._counted.get(call.tape, {}).pop(storage._cdata, None) is not None:
+            self._count(call, storage._cdata, -storage.nbytes())
+
+    def _count(self, call: LayerCall, key: int, nbytes: int) -> None:
+        """Count *nbytes* of a storage that *call* saves and does not give to the engine."""
+        stats, stays = call.stats, key in call.shared_keys
+        stats.would_hold_bytes += nbytes
+        if stays:
+            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
         else:
-            stats.recomputed_bytes -= nbytes
+            stats.recomputed_bytes += nbytes
+        if self._engine.observer is not None:
+            self._engine.observer.on_dropped(call.fqn, nbytes, stays=stays)
 
     def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
         """Take *tensor* over, the input of *call*."""

@@ -51,6 +51,15 @@ class Observer:
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Hear what becomes of a slot; *stays*: why it stays whatever a policy decides."""
 
+    def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
+        """Hear of a storage that a layer saves which runs again as a whole; it has no slot.
+
+        Args:
+            layer: qualified name of the layer.
+            nbytes: its bytes; below 0: what was told before is kept by the engine after all.
+            stays: another layer has it, too, so that it is not made again.
+        """
+
     def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
         """Hear of a copy that was just queued.
 
@@ -101,6 +110,11 @@ class Observers(Observer):
         """Tell each."""
         for observer in self.observers:
             observer.on_slot(slot, stays, decision)
+
+    def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_dropped(layer, nbytes, stays=stays)
 
     def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
         """Tell each."""

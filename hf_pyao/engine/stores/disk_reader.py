@@ -9,6 +9,8 @@
   on in which the read ended: direct reads begin at whole pages.
 - A failed range, or one whose checksum differs, is read once more. What fails twice is an error
   that names the file.
+- In the child of a fork the threads do not exist, and whoever held a lock never gives it back. The
+  child's first read starts anew, and what was being read as it was forked is read again.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class DiskReader:
 
     def __init__(self, read_into: ReadInto | None = None) -> None:
         self._read_into: ReadInto = read_into or os.preadv
+        self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._readers: DaemonThreads | None = None
         self._checkers: DaemonThreads | None = None
@@ -86,6 +89,7 @@ class DiskReader:
         start, end = span_of(place, first, nbytes)
         if target.data_ptr() % PAGE_BYTES or target.numel() < padded(end - start):
             raise InternalError("the target of a read is not aligned, or too small")
+        self._start_anew_if_forked()
         with self._lock:
             if self._readers is None or self._checkers is None:
                 self._readers = DaemonThreads(NUM_READERS, "pyao-disk-read")
@@ -105,12 +109,19 @@ class DiskReader:
 
     def close(self) -> None:
         """Let reads that have begun end, and end the threads. A later read starts them again."""
+        self._start_anew_if_forked()
         with self._lock:
             pools = self._readers, self._checkers
             self._readers = self._checkers = None
         for pool in pools:
             if pool is not None:
                 pool.close()
+
+    def _start_anew_if_forked(self) -> None:
+        if self._process_id != os.getpid():
+            self._process_id = os.getpid()
+            self._lock, self._busy = threading.Lock(), BusyClock()
+            self._readers = self._checkers = None
 
     def _read_range(
         self, read: BlockRead, at: int, checked: Future[None], checkers: DaemonThreads
@@ -208,11 +219,17 @@ class BlockRead:
         self.ranges: list[Future[None]] = []
         """By range, done once its checksums agree."""
         self.is_cancelled = False
+        self._process_id = os.getpid()
+
+    @property
+    def is_lost(self) -> bool:
+        """True in the child of a fork, if it began before: no thread of this process reads it."""
+        return self._process_id != os.getpid()
 
     @property
     def is_done(self) -> bool:
-        """True once all bytes are there and agree with their checksums, or an error is known."""
-        return all(each.done() for each in self.ranges)
+        """True once all bytes are there and agree with their checksums, or none will come."""
+        return self.is_lost or all(each.done() for each in self.ranges)
 
     def wait(self) -> None:
         """Wait until all bytes are there and agree with their checksums.
@@ -236,7 +253,7 @@ class BlockRead:
 
     def wait_until_done(self, timeout_s: float) -> bool:
         """Wait for :attr:`is_done`, no longer than *timeout_s*; say whether it is."""
-        return not wait_for(self.ranges, timeout_s).not_done
+        return self.is_lost or not wait_for(self.ranges, timeout_s).not_done
 
     def cancel(self) -> None:
         """Let ranges that have not begun be left out, and wait for the others.
@@ -244,7 +261,8 @@ class BlockRead:
         After this nothing writes into the target.
         """
         self.is_cancelled = True
-        wait_for(self.ranges)
+        if not self.is_lost:
+            wait_for(self.ranges)
 
 
 def span_of(place: BlockPlace, first: int, nbytes: int) -> tuple[int, int]:

@@ -17,6 +17,8 @@
   failed access is tried once more. Bytes that cannot be written stay in memory, and nothing more
   goes to the disk: nothing is lost. Bytes that cannot be read are an error that names the file, in
   backward and so before the optimizer steps.
+- The child of a fork shares the file, and has none of the threads. It puts nothing there, and what
+  its parent put there is an error that says so.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -36,6 +39,7 @@ import torch
 from hf_pyao.engine.stores.disk_access import REMEDY, DiskAccess
 from hf_pyao.engine.stores.disk_blocks import padded
 from hf_pyao.engine.stores.disk_figures import FEWER_BYTES, TB, DiskFigures, WriteLimit
+from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.disk_lanes import CHECK, READ, WRITE, DiskLanes, ThreadedLanes
 from hf_pyao.engine.stores.disk_memory import DiskMemory, MakeMemory
 from hf_pyao.engine.stores.disk_range import IN_MEMORY, DiskBuffer, DiskRange, Phase
@@ -116,11 +120,14 @@ class DiskStore(Store):
         """True once nothing more may go to the disk."""
         self._is_torn = False
         """True if an interrupt may have left these notes half made."""
+        self._process_id = os.getpid()
 
     # ---- as a store ----------------------------------------------------------------------------
 
     def acquire(self, nbytes: int, use: HostUse | None = None) -> DiskBuffer | None:
         """Return a range of the file for *nbytes*; None where the disk takes no more."""
+        if self._is_forked:
+            return None
         with self._lock:
             try:
                 self._settle()
@@ -195,7 +202,7 @@ class DiskStore(Store):
         self._lanes.close()
         with self._lock:
             self._settle()
-            if not self._live:
+            if not self._live and not self._is_forked:
                 self.file.shrink()
                 self._space = FreeRanges(0)
                 self.pool_bytes = 0
@@ -243,6 +250,10 @@ class DiskStore(Store):
         Raises:
             DiskError: they cannot be read.
         """
+        if self._is_forked:
+            reason = "this process was forked from the one that wrote there"
+            remedy = "Run forward and backward in the same process."
+            raise disk_error("read", self.file.path, reason, remedy)
         with self._lock:
             self._settle()
             held = self._range_of(storage)
@@ -262,6 +273,10 @@ class DiskStore(Store):
             held.copied(copy)
             self._read_ahead(held.order)
         self._lanes.tick()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process_id != os.getpid()
 
     # ---- ranges of the file --------------------------------------------------------------------
 
@@ -287,17 +302,15 @@ class DiskStore(Store):
     def _grow(self, needed_bytes: int) -> bool:
         """Reserve more of the disk; False where it has no more, or may have no more."""
         end = self.file.nbytes
-        room = (self.capacity_bytes - end) // padded(1) * padded(1)
-        nbytes = min(max(needed_bytes, GROWTH_BYTES), room)
+        room = self.capacity_bytes - end
+        # Others may have written since the capacity was worked out.
+        free_bytes = self.file.free_bytes - self._reserve_bytes
+        nbytes = min(max(needed_bytes, GROWTH_BYTES), room, free_bytes) // padded(1) * padded(1)
         if nbytes < needed_bytes:
-            return False
-        if self._reserve_bytes:  # what others have written since the capacity was worked out
-            free_bytes = (self.file.free_bytes - self._reserve_bytes) // padded(1) * padded(1)
-            if free_bytes < needed_bytes:
+            if free_bytes < room:
                 self.capacity_bytes = end
                 self._warn_full("what else is on it has left no more than is to stay free")
-                return False
-            nbytes = min(nbytes, free_bytes)
+            return False
         try:
             self.file.grow(nbytes)
         except OSError as cause:

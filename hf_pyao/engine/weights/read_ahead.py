@@ -238,7 +238,8 @@ class ReadAhead:
             if piece.read is not None:
                 if not piece.read.is_done:
                     return
-                if piece.read.is_cancelled:  # an interrupt came as it was looked at
+                # An interrupt came as it was looked at, or this is the child of a fork.
+                if piece.read.is_cancelled or piece.read.is_lost:
                     self._put_back(arrival, 0)
                     continue
                 try:

@@ -20,6 +20,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "accelerate",
+    "peft",
     "trl",
     "deepspeed",
     "transformer-engine",

@@ -7,7 +7,12 @@ transfer, and adaptive residency are all this program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import PyAOError
@@ -28,6 +33,8 @@ RELATIVE_GAP = 2e-3
 
 TIME_LIMIT_S = 2.0
 """After which the best choice so far is taken."""
+
+_STDOUT = threading.Lock()  # held while the process's stdout is exchanged
 
 TIE_MS = 1e-7
 """What a copy and what a recomputation cost beside their time: of equals, the fewer."""
@@ -171,13 +178,39 @@ class _Program:
         )
         lower = numpy.array([least for least, _ in self.row_bounds], dtype=float)
         upper = numpy.array([most for _, most in self.row_bounds], dtype=float)
-        return milp(
-            c=numpy.array(self.costs, dtype=float),
-            constraints=LinearConstraint(matrix, lower, upper),
-            bounds=Bounds(0, numpy.array(self.uppers, dtype=float)),
-            integrality=numpy.array(integrality, dtype=int),
-            options={"mip_rel_gap": relative_gap, "time_limit": TIME_LIMIT_S},
+        return without_lines_of_highs(
+            lambda: milp(
+                c=numpy.array(self.costs, dtype=float),
+                constraints=LinearConstraint(matrix, lower, upper),
+                bounds=Bounds(0, numpy.array(self.uppers, dtype=float)),
+                integrality=numpy.array(integrality, dtype=int),
+                options={"mip_rel_gap": relative_gap, "time_limit": TIME_LIMIT_S},
+            )
         )
+
+
+def without_lines_of_highs(solve: Callable[[], Any]) -> Any:
+    """Return what *solve* returns; lines that HiGHS prints for its developers do not show.
+
+    It prints them to the C library's stdout, whatever it is told. What others print meanwhile comes
+    afterwards.
+    """
+    with _STDOUT, contextlib.ExitStack() as stack:
+        try:
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            printed = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(printed.fileno(), 1)
+        except OSError:  # there is no stdout, or no room for a file
+            return solve()
+        try:
+            return solve()
+        finally:
+            with contextlib.suppress(OSError, AttributeError, TypeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            printed.seek(0)
+            os.write(1, b"".join(each for each in printed if not each.startswith(b"HighsMip")))
 
 
 class _GroupColumns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from hf_pyao.engine.stores import available_host_bytes
 from hf_pyao.engine.stores.disk_speed import DiskSpeed, measure_disk
 from hf_pyao.engine.stores.numa import cores_of_node, node_of_pci_device
 from hf_pyao.plan.documents.bench import FactsReport
-from hf_pyao.plan.documents.provenance import collect_provenance
+from hf_pyao.plan.documents.provenance import collect_provenance, package_versions
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
 from hf_pyao.plan.hardware.link_speed import LinkSpeed
 from hf_pyao.tools.bench.processes import broken_packages, probe
@@ -25,6 +24,15 @@ computes little, short enough to cost little memory."""
 
 SLOW_LINK_GIB_PER_S = 10.0
 """Below this, a GPU is in a narrow slot or the host memory is far away."""
+
+# By package: the oldest and the newest release that the tests ran with.
+TESTED = {
+    "torch": ("2.9", "2.13"),
+    "transformers": ("4.57.1", "5.24"),
+    "accelerate": ("1.11", "1.15"),
+    "peft": ("0.17.1", "0.21"),
+    "trl": ("0.24", "1.16"),
+}
 
 
 @dataclass(frozen=True)
@@ -273,16 +281,21 @@ def _numa(machine: Machine) -> list[Finding]:
 
 
 def _versions(machine: Machine) -> list[Finding]:
-    findings = []
-    for name, least in (("torch", "2.9"), ("transformers", "4.57.1"), ("accelerate", "1.11")):
-        try:
-            version = importlib.metadata.version(name)
-        except (importlib.metadata.PackageNotFoundError, KeyError):
-            findings.append(Finding(name, "not installed", f"Install {name} {least} or newer."))
+    from torch.torch_version import TorchVersion
+
+    findings, versions = [], package_versions()
+    for name, (least, newest) in TESTED.items():
+        version, advice, state = versions[name], "", "tested"
+        if version is None:
+            if name not in ("peft", "trl"):
+                findings.append(Finding(name, "not installed", f"Install {name} {least} or newer."))
             continue
-        is_old = _numbers(version) < _numbers(least)
-        advice = f"hf_pyao is tested from {name} {least} on; {version} is older." if is_old else ""
-        findings.append(Finding(name, version, advice))
+        if TorchVersion(version) < least:
+            state = "older than tested"
+            advice = f"hf_pyao is tested from {name} {least} on; {version} is older."
+        elif TorchVersion(version) > f"{newest}.99":
+            state = f"newer than tested ({newest})"
+        findings.append(Finding(name, f"{version}, {state}", advice))
     return findings
 
 
@@ -310,17 +323,6 @@ def _own_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not part.isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
 
 
 def _text(value: Any) -> str:

@@ -30,7 +30,8 @@ CHAPTER = Chapter(
             "other-checkpointing",
             "`checkpoint_every` and the model's own gradient checkpointing are both on. Layers "
             "would run twice in backward.",
-            "Drop one of them: `gradient_checkpointing=False`, or `checkpoint_every=0`.",
+            "Drop one: `activation_checkpointing=False` (before transformers 5.23: "
+            "`gradient_checkpointing=False`), or `checkpoint_every=0`.",
         ),
         Entry(
             "compiled-autograd",

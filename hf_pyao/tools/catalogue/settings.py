@@ -14,6 +14,11 @@ CHAPTER = Chapter(
             "the JSON file take the same values. In YAML, write `off` in quotes.",
         ),
         Entry(
+            "bytes-without-unit",
+            "A size is so low a number that it was meant in another unit. Numbers are bytes.",
+            "Give the size with its unit, as a text: `window='256MiB'`.",
+        ),
+        Entry(
             "unknown-name",
             "A setting, policy, codec, card, method or option has a name that hf_pyao does not "
             "have. Often it is misspelt.",

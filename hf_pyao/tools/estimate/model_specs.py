@@ -50,6 +50,7 @@ def parse_model(text: str, sizes: SizeTable = MODEL_SIZES) -> ModelSpec:
         if rest.lower() not in known:
             if known:
                 raise unknown_name(f"size of {architecture}", rest, known)
+            _check_architecture(architecture, f":{rest}")
             raise ConfigError(
                 f"model {text!r}: no sizes of {architecture!r} are known by name here. Write "
                 f"{architecture}:hidden_size=2048,num_hidden_layers=24,... (arguments of its "
@@ -95,7 +96,9 @@ def config_of(spec: ModelSpec) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # of whatever reads and checks configurations
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        # Its first line; the next, too, where that is the cause.
+        first = str(error).strip().replace(":\n", ": ").partition("\n")[0]
+        reason = " ".join(first.split()) or type(error).__name__
         known = [f"{each}:{size}" for each, sizes in MODEL_SIZES.items() for size in sizes]
         meant = nearest(spec.name, known) if spec.path is not None else ""
         raise ConfigError(
@@ -106,8 +109,8 @@ def config_of(spec: ModelSpec) -> Any:
     return config
 
 
-def _check_architecture(name: str) -> None:
-    """Refuse what is no causal language model of transformers.
+def _check_architecture(name: str, size: str = "") -> None:
+    """Refuse what is no causal language model of transformers; *size* was given behind it.
 
     Raises:
         ConfigError: it is none.
@@ -115,10 +118,11 @@ def _check_architecture(name: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     if name not in KNOWN:
+        meant = nearest(name + size, [each + size for each in KNOWN])
         raise ConfigError(
-            f"{name!r} is no causal language model of this transformers"
-            f"{nearest(name, KNOWN) or '.'} Give the model_type that its config.json has, such as "
-            "llama, opt or gpt2, or a folder with a config.json.",
+            f"{name!r} is no causal language model of this transformers{meant or '.'} Give the "
+            "model_type that its config.json has, such as llama, opt or gpt2, or a folder "
+            "with a config.json.",
             key="model-spec",
         )
 

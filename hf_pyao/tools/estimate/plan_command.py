@@ -16,7 +16,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.text import echo, one_line, say
-from hf_pyao.tools.answers import add_cache_argument, answered, computed
+from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_allocator_argument,
     add_disk_argument,
@@ -199,7 +199,7 @@ def _answer(args: argparse.Namespace) -> Plan:
             return _plan(args)
 
     if is_profile:
-        return computed(compute)
+        return compute()
     return answered(args, args.source, Plan, compute, tells=not args.json)
 
 

@@ -26,6 +26,11 @@ def _(folder: Path) -> None:
     PyAOConfig(host_memory_gib="4")  # type: ignore[arg-type]
 
 
+@example("bytes-without-unit")
+def _(folder: Path) -> None:
+    PyAOConfig(window=300)
+
+
 @example("unknown-name")
 def _(folder: Path) -> None:
     PyAOConfig.from_dict({"polcy": "all"})

@@ -44,6 +44,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.disks import holds_in_child
 
 ON_DISK = replace(EVERYTHING, window=4096, host_memory_gib=2**-16)
 """16 KiB of the host's memory: nearly all goes to the disk."""
@@ -242,6 +243,31 @@ def test_training_goes_on_where_nothing_is_lost(
     assert str(tmp_path) in said[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_child_of_a_fork_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    model = tiny_model("opt")
+    expected = steps(copy.deepcopy(model))
+    with attach(model, on_disk(tmp_path)) as offloader:
+        loss = model(**tiny_batch(0)).loss
+        store = store_of(offloader)
+        storage = next(iter(store._live.values())).stand_in.untyped_storage()
+
+        def leaves_it() -> bool:
+            assert store.acquire(4096) is None
+            with pytest.raises(DiskError, match="forked"):
+                store.memory_to_read(storage)
+            offloader.detach()
+            store._live.clear()
+            store.rest()
+            return True
+
+        assert holds_in_child(leaves_it)
+        assert os.fstat(store.file.descriptor).st_size == store.file.nbytes > 0
+        loss.backward()
+        model(**tiny_batch(1)).loss.backward()
+        assert_same_tensors(gradients_of(model), expected, "gradients")
+
+
 def test_bytes_that_cannot_be_read_are_an_error_before_the_step(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     before = {name: each.clone() for name, each in model.named_parameters()}
@@ -388,6 +414,21 @@ def test_a_leftover_is_removed_and_another_run_is_left_alone(tmp_path: Path) -> 
 
 def disk_threads() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("pyao-disk")}
+
+
+def test_a_disk_with_less_room_than_asked_gives_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_bytes = 3 * 2**14 + 100  # far less than the file grows by
+    found = os.statvfs_result((1, 1, 0, 0, free_bytes, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    monkeypatch.setattr(NamelessFile, "free_bytes", property(lambda f: free_bytes - f.nbytes))
+    model = tiny_model("llama", num_hidden_layers=4)
+    expected = steps(copy.deepcopy(model))
+    with attach(model, on_disk(tmp_path, disk_gib=1.0)) as offloader:
+        assert_same_tensors(steps(model), expected, "gradients")
+        assert store_of(offloader).file.nbytes == 3 * 2**14
+    assert "room for 0.00 GiB of saved tensors (the 0.0 GiB free, of 1 asked for)" in caplog.text
 
 
 def test_as_the_last_model_is_detached_threads_end_and_room_is_given_back(tmp_path: Path) -> None:

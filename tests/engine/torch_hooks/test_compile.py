@@ -138,6 +138,37 @@ def test_after_another_instance_of_the_class_ran_compiled(
         assert offloader.engine.num_packs == packs
 
 
+@pytest.mark.parametrize("can_ask", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_only_code_of_the_model_is_compiled_again(
+    can_ask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    critic = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend=backend)
+    scale = torch.compile(lambda x: x.tanh() * 2, backend=backend)
+    model = build()
+    forward = torch.compile(lambda x: model(x).sum(), backend=backend)
+    x = torch.ones(4, 4)
+
+    def others_again() -> int:
+        num_before = len(compiled)
+        scale(critic(torch.ones(2, 3)))
+        return len(compiled) - num_before
+
+    assert others_again() == 2
+    forward(x)
+    if not can_ask:
+        monkeypatch.delattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list")
+    with attach(model, EVERY_LAYER) as offloader:
+        forward(x).backward()
+        assert offloader.engine.num_layer_calls == 3
+        assert others_again() == (0 if can_ask else 2)
+
+
 @pytest.mark.thorough
 def test_a_step_compiled_with_its_backward() -> None:
     expected = step(build())

@@ -25,6 +25,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install import weights_on_disk
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.engine.stores.disk_files import is_direct
+from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, DiskError
 from tests.helpers import FunctionLayer, Stack, tiny_batch
@@ -32,6 +33,7 @@ from tests.helpers.adapters import tiny_lora
 from tests.helpers.disks import (
     Fault,
     files_of,
+    holds_in_child,
     on_disk,
     plain,
     read_with,
@@ -133,6 +135,24 @@ FAULTS: dict[str, tuple[Callable[..., int], bool]] = {
     "descriptors used up": (no_descriptor, True),
 }
 GOES_ON = ("I/O error, once", "short reads", "a corrupted block, once")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_child_of_a_fork_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, reader = frozen_stack(5), torch.ones(2, SIZE), DiskReader()
+    monkeypatch.setattr(weights_on_disk, "DiskReader", lambda: reader)
+    with torch.no_grad():
+        expected = model(x)
+
+    @torch.no_grad()
+    def evaluates() -> bool:
+        return all(torch.equal(model(x), expected) for _ in range(2))
+
+    with attached(model, tmp_path):
+        step(model)  # further blocks are read ahead now
+        with reader._lock:  # as if a thread of the parent had it
+            assert holds_in_child(evaluates)
+        assert evaluates() and reader.read_bytes
 
 
 def inject(name: str, point: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 from collections.abc import Iterator
 
 import pytest
 
+from hf_pyao.plan.solve import optimal
 from hf_pyao.plan.solve.optimal import InfeasibleError, bound_ms, solve
 from hf_pyao.plan.solve.placement import place, spread_order
 from hf_pyao.plan.solve.plan_problem import (
@@ -238,3 +241,15 @@ def test_every_beginning_of_the_order_is_spread(number: int) -> None:
     for end in range(2, number + 1):
         gaps = [b - a for a, b in itertools.pairwise(sorted(order[:end]))]
         assert max(gaps) <= 2 * number / end + 2
+
+
+def test_lines_of_the_solver_do_not_show(capfd: pytest.CaptureFixture[str]) -> None:
+    def prints() -> int:
+        os.write(1, b"of another thread\n")
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::x y.run();")  # kept until it is flushed
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        optimal.without_lines_of_highs(prints)
+    os.write(1, b"behind\n")
+    assert capfd.readouterr().out == "of another thread\nbehind\n"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from typing import Any
 
 import pytest
 
 from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
-from hf_pyao.tools.bench import doctor
 from hf_pyao.tools.bench.doctor import Finding, Machine, examine, render, report_of
 from hf_pyao.tools.bench.doctor_verdict import hardware_of, verdict_on
 
@@ -98,15 +98,19 @@ def test_without_a_device_it_says_what_that_means(has_mps: bool, advice: str) ->
 
 def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if name == "accelerate":
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return {"torch": "2.13.0+cpu", "transformers": "4.57.0"}[name]
+        found = {"torch": "2.13.1+cpu", "transformers": "4.57.0", "trl": "9.0.0.dev1"}
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     findings = _findings()
-    assert findings["torch"].advice == ""
+    assert findings["torch"] == Finding("torch", "2.13.1+cpu, tested")
+    assert findings["transformers"].value == "4.57.0, older than tested"
     assert "4.57.0 is older" in findings["transformers"].advice
     assert "Install accelerate" in findings["accelerate"].advice
+    assert findings["trl"].value.startswith("9.0.0.dev1, newer than tested (")
+    assert "peft" not in findings, "nobody needs it"
 
 
 def test_it_is_rendered_with_the_advice_last() -> None:

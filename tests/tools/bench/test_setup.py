@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,13 +57,20 @@ def test_a_model_by_the_config_in_a_folder(tmp_path: Path) -> None:
     ("text", "sizes", "message"),
     [
         ("llama:tinny", SIZES, r"unknown size of llama 'tinny'; did you mean 'tiny'\?"),
+        ("opr:2.7b", None, r"'opr' is no causal language model.*did you mean 'opt:2.7b'\?"),
         ("mamba:tiny", SIZES, "no sizes of 'mamba' are known by name here"),
         ("llama:hidden_size=8,tiny", None, "'tiny' is no key=value pair"),
     ],
 )
 def test_a_bad_model_is_refused(text: str, sizes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_model(text, sizes)
+        parse_model(text, sizes or {})
+
+
+def test_the_cause_of_a_refused_configuration_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("Error of a check:\n  ValueError: 7 is odd.\n  More.")
+    monkeypatch.setattr("transformers.AutoConfig.for_model", Mock(side_effect=error))
+    assert "Error of a check: ValueError: 7 is odd. Give" in refusal("opt:hidden_size=7")
 
 
 def refusal(model: str, **changes: Any) -> str:

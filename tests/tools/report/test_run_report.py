@@ -58,6 +58,21 @@ def test_it_has_the_bytes_of_each_layer(trained: tuple[Path, dict[str, float]]) 
     assert (last.moved_bytes, last.recomputed_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("save_attention", [False, True])
+def test_layers_that_run_again_add_up_too(save_attention: bool, tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    config = PyAOConfig(policy="all", min_bytes=0, report=str(tmp_path / "run.json"))
+    config = config.with_settings(checkpoint_every=2, save_attention=save_attention)
+    with attach(model, config) as offloader:
+        for length in (5, 9):
+            ids = torch.randint(0, 64, (2, length))
+            model(input_ids=ids, labels=ids).loss.backward()
+        layers, figures = offloader.layer_bytes, offloader.metrics()
+    assert sum(layer.recomputed_bytes for layer in layers) == figures["recomputed_bytes"]
+    shares = [layer.kept_bytes + layer.moved_bytes + layer.recomputed_bytes for layer in layers]
+    assert sum(shares) == figures["would_hold_bytes"]
+
+
 def test_few_micro_batches_are_listened_to(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
