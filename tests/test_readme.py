@@ -81,7 +81,7 @@ def test_flags_and_settings_exist() -> None:
     flags -= {"activation_offloading"}  # TRL's
     assert not [flag for flag in flags if not hasattr(PyAOTrainingArguments, flag)]
     settings = set(re.findall(r"`(\w+)=(?!=)", README)) - {"activation_offloading"} - flags
-    of_others = {"device_map", "gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    of_others = {"device_map", "gradient_checkpointing", "activation_checkpointing"}
     known = set(PyAOConfig.__dataclass_fields__) | of_others
     assert settings <= known, settings - known
 
