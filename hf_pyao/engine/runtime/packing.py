@@ -43,6 +43,7 @@ from hf_pyao.engine.transfer.layout import (
     Layouts,
     TensorLayout,
     has_bytes,
+    has_storage,
     nbytes_of,
     reason_not_movable,
 )
@@ -477,7 +478,7 @@ class Packer(HookSide):
         return FlattenedTensor(flattening, handles, counter, call, slot)
 
     def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
+        nbytes = nbytes_of(tensor) if has_storage(tensor) else 0
         stats = call.stats
         stats.would_hold_bytes += nbytes
         stats.kept_bytes[reason] += nbytes
