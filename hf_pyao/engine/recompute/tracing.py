@@ -73,6 +73,8 @@ class Trace(RemovableMode):
         super().__init__()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
+        self.written: set[int] = set()
+        """Storages that operations have changed; by key."""
         self.is_paused = False
         self._settings = current_settings()
         self._paths = paths
@@ -278,6 +280,7 @@ class Trace(RemovableMode):
         """Keep what recipes read of *args*, which an operation is about to change."""
         for tensor in _traceable(args):
             storage = tensor.untyped_storage()
+            self.written.add(storage._cdata)
             known = self.values.get(storage._cdata)
             if known is None or known.source is None or not has_bytes(tensor):
                 continue

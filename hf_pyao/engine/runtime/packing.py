@@ -203,6 +203,9 @@ class Packer(HookSide):
         if type(entries) is Slot:
             return kept_as_it_is(tensor, call, entries)
         several: list[Entry] = entries  # type: ignore[assignment]
+        recomputation = call.recomputation
+        if recomputation is not None and recomputation.was_written(tensor):
+            several.clear()  # they stand for what it held before
         for entry in several:
             if isinstance(entry, Slot):
                 return kept_as_it_is(tensor, call, entry)
@@ -220,6 +223,8 @@ class Packer(HookSide):
                 record.watch(tensor, layout)
             if record.home is not None:
                 record.home.note_visitor()
+            elif not (call.casts or (recomputation is not None and recomputation.is_traced)):
+                record.renew(tensor)
             return SavedTensor(record, layout, call)
         return None
 
