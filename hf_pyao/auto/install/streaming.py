@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.config import EffectiveConfig
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError, warn
 from hf_pyao.model.map.module_map import FoundLayers
@@ -164,4 +165,4 @@ def _at_first(
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else 0
+    return tensor.nbytes if has_storage(tensor) else 0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.training_engines import package_of
 
 _LIBRARY = "bitsandbytes"
@@ -53,7 +54,7 @@ def tensors_beside(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         model: real, or a copy whose stand-ins :func:`note_stand_ins` made.
     """
     own = (*model.parameters(), *model.buffers())
-    storages = {each.untyped_storage()._cdata for each in own if each.layout is torch.strided}
+    storages = {each.untyped_storage()._cdata for each in own if has_storage(each)}
     for path, module in model.named_modules():
         if package_of(type(module)) in ("torch", "transformers", "peft"):
             continue

@@ -20,6 +20,7 @@ from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.auto.recording.shrunk_model import EqualLayers
 from hf_pyao.auto.recording.streamable_tensors import streamable_tensors
 from hf_pyao.config import PyAOConfig
+from hf_pyao.engine.rerun.bare_thread import bare_thread
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
@@ -151,7 +152,7 @@ def record_fake_step(
             "keep_last_layers": keep_last_layers,
         }
     )
-    with quiet_fake_tensors(), step.model() as (model, fake_mode):
+    with bare_thread(), quiet_fake_tensors(), step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
         compiles = compiled_part(model) is not None
         # Of the layers that stand for others, the one behind them runs the same.

@@ -14,6 +14,7 @@ from hf_pyao.auto.install.weight_readers import WeightReaders
 from hf_pyao.auto.zeroth_order.lock_step import LockStep
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, resident_layers
 from hf_pyao.engine.transfer.stream_transport import transport_for
@@ -329,5 +330,5 @@ def _blocks_of(
 
 
 def _can_move(parameter: nn.Parameter) -> bool:
-    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    is_plain = type(parameter) is nn.Parameter and has_storage(parameter)
     return is_plain and parameter.numel() > 0 and is_dense(parameter)

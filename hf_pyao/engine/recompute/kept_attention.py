@@ -23,6 +23,7 @@ from hf_pyao.engine.recompute.one_kernel import KernelWatcher
 from hf_pyao.engine.recompute.operations import Rule, Rules
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
+from hf_pyao.engine.transfer.layout import has_storage
 
 KERNELS = frozenset(
     {
@@ -182,7 +183,7 @@ class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
 
     def packed(self, tensor: Tensor, keep: Callable[[Tensor], Handle]) -> None:
         """Keep *tensor*, which autograd saves, if the newest kernel returned it."""
-        if not self._newest or tensor.layout is not torch.strided:
+        if not self._newest or not has_storage(tensor):
             return
         key = tensor.untyped_storage()._cdata
         index, layout = self._newest.get(key, (-1, None))

@@ -127,6 +127,13 @@ class CallRecomputation:
         if value.source is None and not value.is_blocked:
             value.is_stored_in(source)
 
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Say whether an operation has written its storage since this was asked of it."""
+        written, key = self.trace.written if self.trace else set(), tensor.untyped_storage()._cdata
+        is_written = key in written
+        written.discard(key)
+        return is_written
+
     def known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> DroppedStorage | None:
         """Return what stands for the content of *storage*, if it was dropped before; else None."""
         if self.trace is None:

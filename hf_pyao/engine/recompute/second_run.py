@@ -25,6 +25,9 @@ from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 """What a tensor must have in common with the one that it stands in for."""
 
+Streamed = Callable[[Tensor], StreamedTensor | None]
+"""Returns what stands for a view of a streamed weight; None for other tensors."""
+
 
 class RunsAgain(Protocol):
     """Layers that run again, part by part."""
@@ -96,10 +99,14 @@ class Part:
         """Return what stands for *tensor*, which its call of *layer* saves."""
         if segment.check is not None:
             self.noted.append(segment.check.note(layer, tensor))
+        self.metas.append((tensor.shape, tensor.dtype, tensor.device))
+        return self.hold(segment, tensor)
+
+    def hold(self, segment: RunsAgain, tensor: Tensor) -> PlaceHolder:
+        """Return what stands for *tensor*, of which nothing is noted: its call runs once."""
         place_holder = PlaceHolder(segment, self)
         place_holder.fill(tensor.detach(), NO_TASK)
         self.place_holders.append(weakref.ref(place_holder))
-        self.metas.append((tensor.shape, tensor.dtype, tensor.device))
         return place_holder
 
     def taken_off(self, start: int) -> list[PlaceHolder]:
@@ -179,10 +186,11 @@ class PlaceHolder:
         segment = self._segment
         with segment.lock:
             tensor = self._tensor
-            if tensor is None or self._task != task:
+            is_in_forward = tensor is not None and self._task == NO_TASK
+            if tensor is None or not (is_in_forward or self._task == task):
                 segment.run_again(self._part, task)
                 tensor = self._tensor
-            if task == NO_TASK:
+            if task == NO_TASK and not is_in_forward:
                 segment.forget(is_used_only=False)  # looked at outside of a backward pass
             assert tensor is not None
             self.is_used = True
@@ -244,13 +252,13 @@ class Collector(abc.ABC):
     Args:
         name: of its layers, for messages.
         part: has the place holders.
-        is_streamed: says whether a tensor is a view of a streamed weight, which has no number.
+        streamed: returns what stands for a view of a streamed weight, which has no number.
     """
 
-    def __init__(self, name: str, part: Part, is_streamed: Callable[[Tensor], bool]) -> None:
+    def __init__(self, name: str, part: Part, streamed: Streamed) -> None:
         self._name = name
         self._part = part
-        self._is_streamed = is_streamed
+        self._streamed = streamed
         living = [index for index, ref in enumerate(part.place_holders) if ref() is not None]
         self._last = living[-1] if living else -1
         self._num_seen = 0
@@ -259,12 +267,16 @@ class Collector(abc.ABC):
         """Collect what is saved inside of this context."""
         return _given_to(pack_hook(_collect, self, is_second_run=True), layer)
 
-    def collect(self, tensor: Tensor) -> Tensor:
-        """Take *tensor* over; return what the second run's own graph is to hold."""
+    def collect(self, tensor: Tensor) -> Tensor | StreamedTensor:
+        """Take *tensor* over; return what the second run's own graph is to hold.
+
+        No backward goes through that graph, but for those that a layer runs in its forward.
+        """
         if isinstance(tensor, Parameter):
             return tensor
-        if self._is_streamed(tensor):
-            return tensor.new_empty(0)  # no backward goes through this run's graph
+        streamed = self._streamed(tensor)
+        if streamed is not None:
+            return streamed
         index = self._num_seen
         self._num_seen = index + 1
         held = tensor.detach()
@@ -301,7 +313,7 @@ class Filler(Collector):
     Args:
         name: of the layers, for messages.
         part: has the place holders.
-        is_streamed: as in the base class.
+        streamed: as in the base class.
         task: the backward pass that asks for them.
         check: compares the tensors with those of the first run.
         rehearsed: what was noted of a second run before this one, by number of the tensor.
@@ -311,12 +323,12 @@ class Filler(Collector):
         self,
         name: str,
         part: Part,
-        is_streamed: Callable[[Tensor], bool],
+        streamed: Streamed,
         task: int,
         check: ForwardCheck | None,
         rehearsed: Sequence[Noted] = (),
     ) -> None:
-        super().__init__(name, part, is_streamed)
+        super().__init__(name, part, streamed)
         self._task = task
         self._check = check
         self._rehearsed = rehearsed
@@ -344,49 +356,40 @@ class Filler(Collector):
 class Rehearsal(Collector):
     """Takes the fingerprints of what a second run saves, and holds none of its tensors."""
 
-    def __init__(
-        self, name: str, part: Part, is_streamed: Callable[[Tensor], bool], check: ForwardCheck
-    ) -> None:
-        super().__init__(name, part, is_streamed)
+    def __init__(self, name: str, part: Part, streamed: Streamed, check: ForwardCheck) -> None:
+        super().__init__(name, part, streamed)
         self._check = check
         self.noted: list[Noted] = []
 
     def _take(self, index: int, held: Tensor) -> Tensor:
         self.noted.append(self._check.note_again(self._part.noted[index], held))
-        return held.new_empty(0)  # no backward goes through this run's graph
+        return held
 
 
-def for_no_one(
-    layer: str, is_streamed: Callable[[Tensor], bool]
-) -> contextlib.AbstractContextManager[None]:
-    """Let what *layer* saves inside of this context live only as long as the graph there.
-
-    Weights that are streamed do not last: no backward goes through that graph.
-    """
-    return _given_to(pack_hook(_held, is_streamed, is_second_run=True), layer)
+def for_no_one(layer: str, streamed: Streamed) -> contextlib.AbstractContextManager[None]:
+    """Let what *layer* saves inside of this context live only as long as the graph there."""
+    return _given_to(pack_hook(_held, streamed, is_second_run=True), layer)
 
 
 @contextlib.contextmanager
 def _given_to(hooks: Pack, layer: str) -> Iterator[None]:
     try:
-        push_hooks(hooks, _as_it_is)
+        push_hooks(hooks, _given)
         yield
     finally:
         pop_hooks(hooks, layer)
 
 
-def _collect(collector: Collector, tensor: Tensor) -> Tensor:
+def _collect(collector: Collector, tensor: Tensor) -> Tensor | StreamedTensor:
     return collector.collect(tensor)
 
 
-def _held(is_streamed: Callable[[Tensor], bool], tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Parameter):
-        return tensor
-    return tensor.new_empty(0) if is_streamed(tensor) else tensor.detach()
+def _held(streamed: Streamed, tensor: Tensor) -> Tensor | StreamedTensor:
+    return tensor if isinstance(tensor, Parameter) else streamed(tensor) or tensor.detach()
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def _given(saved: Tensor | StreamedTensor) -> Tensor:
+    return saved.give() if isinstance(saved, StreamedTensor) else saved
 
 
 def _described(meta: Meta) -> str:

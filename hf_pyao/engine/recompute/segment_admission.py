@@ -15,6 +15,7 @@ from hf_pyao.engine.rerun.layer_state import LayerState, StateOfCall
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.engine.runtime.lifecycle import COMPILED
 from hf_pyao.engine.runtime.tape import Layer
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.training_engines import is_compiled
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -98,14 +99,24 @@ def hidden_states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor
     return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
+def _is_computed(weight: Any) -> bool:
+    """Say whether *weight* is what an operation made, and no view of a parameter (as of FSDP1)."""
+    is_made = type(weight) is Tensor and weight.grad_fn is not None
+    return is_made and not isinstance(weight._base, nn.Parameter)
+
+
 def _reason_to_refuse(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
 ) -> str:
     """Say why a layer cannot run again; empty if it can."""
-    if is_compiling or any(is_compiled(child) for child in module.modules()):
+    children = list(module.modules())
+    if is_compiling or any(map(is_compiled, children)):
         return f"{COMPILED} saves what it was compiled to save"
-    if hidden_states_of(args, kwargs) is None:
-        return "its first argument is no tensor"
+    if any(_is_computed(weight) for each in children for weight in each._parameters.values()):
+        return "its weights are computed (torch.func.functional_call), and gone after its forward"
+    hidden = hidden_states_of(args, kwargs)
+    if hidden is None or not has_storage(hidden):
+        return "its first argument is no tensor, or a sparse or nested one"
     may_keep = getattr(module, "_can_checkpoint_with_cache", False)
     for name, value in (*enumerate(args), *kwargs.items()):
         why = why_not_noted(value)

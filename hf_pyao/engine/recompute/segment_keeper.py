@@ -16,7 +16,7 @@ from hf_pyao.engine.runtime.parameters import is_parameter
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
-from hf_pyao.engine.transfer.layout import reason_not_movable
+from hf_pyao.engine.transfer.layout import is_plain
 
 
 class Keeper(Protocol):
@@ -39,10 +39,6 @@ class Keeper(Protocol):
 
     def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
         """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
-        ...
-
-    def is_streamed(self, tensor: Tensor) -> bool:
-        """Say whether *tensor* is a view of a streamed weight."""
         ...
 
     def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
@@ -70,14 +66,9 @@ class EngineKeeper:
             return None
         return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
 
-    def is_streamed(self, tensor: Tensor) -> bool:
-        """Say whether *tensor* is a view of a streamed weight."""
-        weights = self._engine.weights
-        return weights is not None and weights.find(tensor) is not None
-
     def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
         """Count *tensor*'s storage, which autograd would hold and which is made again instead."""
-        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+        if not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -91,7 +82,7 @@ class EngineKeeper:
 
     def _forget_dropped(self, call: LayerCall, tensor: Tensor) -> None:
         """Take back what was counted for *tensor*, which the engine is to keep after all."""
-        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+        if not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
         if self._counted.get(call.tape, {}).pop(storage._cdata, None) is not None:

@@ -23,7 +23,7 @@ from hf_pyao.engine.recompute.second_run import FilledSegments, unpack
 from hf_pyao.engine.recompute.segment_admission import Admission, hidden_states_of
 from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
 from hf_pyao.engine.recompute.segment_keeper import EngineKeeper
-from hf_pyao.engine.recompute.segments import CHANGES_INPUT, Segment
+from hf_pyao.engine.recompute.segments import FINAL, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
 from hf_pyao.engine.rerun.generators import ExclusiveDraws
 from hf_pyao.engine.rerun.layer_state import StateOfCall
@@ -293,9 +293,7 @@ class SegmentLifecycle(Lifecycle):
         reason = segment.layer_ended(list(tensors_in(outputs)))
         if not reason:
             return segment.has_saved
-        self._admission.refuse_late(
-            module, self._layers[module], reason, is_final=reason == CHANGES_INPUT
-        )
+        self._admission.refuse_late(module, self._layers[module], reason, is_final=reason in FINAL)
         return False
 
     def _stop_draws(self) -> None:

@@ -63,9 +63,13 @@ from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.graph_task import NO_TASK
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 
 CHANGES_INPUT = "it changes in place what it is given"
+SAVES_NO_STORAGE = "it saves a sparse or nested tensor, which has no bytes to compare"
+FINAL = (CHANGES_INPUT, SAVES_NO_STORAGE)
+"""Reasons for which the next calls cannot run again either."""
 
 
 class Segment:
@@ -164,6 +168,9 @@ class Segment:
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:
             return streamed
+        if not has_storage(tensor):
+            self._reason = SAVES_NO_STORAGE
+            return self._parts[-1].hold(self, tensor)
         if self._hidden is not None:
             self._keep_input(self._hidden)
         if self._attention is not None:
@@ -267,14 +274,13 @@ class Segment:
         """Run the layers of *part*, in the backward of *call*."""
         made = self._inputs_of(part, call)
         name, check = self.name_of(part), self.check
+        streamed = functools.partial(self._keeper.streamed, call)
         rehearsed: Sequence[Noted] = ()
         if check is not None and check.runs_twice and may_be_unsteady(self._devices):
-            rehearsal = Rehearsal(name, part, self._keeper.is_streamed, check)
+            rehearsal = Rehearsal(name, part, streamed, check)
             self._run_part(part, dict(made), rehearsal, call)
             rehearsed = rehearsal.noted
-        self._run_part(
-            part, made, Filler(name, part, self._keeper.is_streamed, task, check, rehearsed), call
-        )
+        self._run_part(part, made, Filler(name, part, streamed, task, check, rehearsed), call)
 
     def _run_part(
         self, part: Part, made: dict[MadeBefore, Tensor], collector: Collector, call: LayerCall
@@ -313,7 +319,7 @@ class Segment:
         made = self._run_call(
             index,
             self._made_again,
-            for_no_one(self.calls[index].name, self._keeper.is_streamed),
+            for_no_one(self.calls[index].name, functools.partial(self._keeper.streamed, call)),
             call,
         )
         return {

@@ -21,7 +21,7 @@ import torch
 from hf_pyao.engine.recompute.operations import Kind, Rule
 from hf_pyao.engine.rerun.settings import Settings
 from hf_pyao.engine.rerun.values import version_of
-from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.transfer.layout import bytes_view, has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 
 MAX_COPIED_BYTES = 64
@@ -230,9 +230,9 @@ class Ref:
         self.value = value
         self.dtype = tensor.dtype
         self.size = tensor.size()
-        is_strided = tensor.layout is torch.strided
-        self.stride = tensor.stride() if is_strided else ()
-        self.offset = tensor.storage_offset() if is_strided else 0
+        is_there = has_storage(tensor)
+        self.stride = tensor.stride() if is_there else ()
+        self.offset = tensor.storage_offset() if is_there else 0
 
     @property
     def is_whole(self) -> bool:

@@ -40,12 +40,10 @@ from hf_pyao.engine.rerun.generators import exclusive_draws, may_be_disturbed
 from hf_pyao.engine.rerun.settings import Settings, current_settings
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
-from hf_pyao.engine.transfer.layout import has_bytes
+from hf_pyao.engine.transfer.layout import PLAIN_KINDS, has_bytes, has_storage, is_plain
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 
 _NUMBERS = frozenset({bool, int, float, complex})
-
-_PLAIN = (torch.Tensor, Parameter, FakeTensor)
 
 
 class UnwrappingTensor(torch.Tensor):
@@ -75,6 +73,8 @@ class Trace(RemovableMode):
         super().__init__()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
+        self.written: set[int] = set()
+        """Storages that operations have changed; by key."""
         self.is_paused = False
         self._settings = current_settings()
         self._paths = paths
@@ -172,7 +172,7 @@ class Trace(RemovableMode):
 
     def _note_view(self, out: Any) -> Any:
         """Note a view that shows all of a value: the tensor that it was made of may go."""
-        if type(out) in _PLAIN and out.layout is torch.strided:
+        if isinstance(out, torch.Tensor) and is_plain(out):
             value = self.values.get(out.untyped_storage()._cdata)
             if value is not None and out.nbytes == value.nbytes:
                 value.is_viewed_by(weakref.ref(out))
@@ -207,7 +207,7 @@ class Trace(RemovableMode):
     def _bind(
         self, operation: Operation, index: int, tensor: torch.Tensor, is_changed: bool = False
     ) -> None:
-        if tensor.layout is not torch.strided:
+        if not has_storage(tensor):
             return  # what reads it next finds no value, and is not replayed
         storage = tensor.untyped_storage()
         if storage._cdata in self.values:
@@ -229,7 +229,7 @@ class Trace(RemovableMode):
 
     def _frozen(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
-            if arg.layout is not torch.strided:
+            if not has_storage(arg):
                 return Ref(unreadable(arg), arg)
             storage = arg.untyped_storage()
             value = self.values.get(storage._cdata)
@@ -280,6 +280,7 @@ class Trace(RemovableMode):
         """Keep what recipes read of *args*, which an operation is about to change."""
         for tensor in _traceable(args):
             storage = tensor.untyped_storage()
+            self.written.add(storage._cdata)
             known = self.values.get(storage._cdata)
             if known is None or known.source is None or not has_bytes(tensor):
                 continue
@@ -384,9 +385,9 @@ class Trace(RemovableMode):
 def _traceable(values: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in *values* whose storages are values of a trace."""
     for tensor in tensors_in(values):
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        if is_plain(tensor):
             yield tensor
 
 
 def _are_plain(types: Any) -> bool:
-    return all(kind in _PLAIN for kind in types)
+    return all(kind in PLAIN_KINDS for kind in types)

@@ -55,6 +55,7 @@ from hf_pyao.engine.rerun.values import (
     without_ours,
 )
 from hf_pyao.engine.rerun.walk import Walk
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import RecomputationError
 
@@ -124,7 +125,7 @@ class Inventory:
                 self.learn_written(tensor)
             self._seen[key] = (weakref.ref(tensor), version)
             copy = None
-            if copies_all and not tensor.is_meta:
+            if copies_all and has_storage(tensor) and not tensor.is_meta:
                 copy = tensor.detach().to("cpu", copy=True)
             elif self._copies and self._is_to_copy(tensor, is_statistic, is_first=not before):
                 copy = tensor.detach().clone()
@@ -132,7 +133,7 @@ class Inventory:
         return tensors
 
     def _is_to_copy(self, tensor: Tensor, is_statistic: bool, *, is_first: bool) -> bool:
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.is_meta or not has_storage(tensor):
             return False
         known = self._written.get(id(tensor))
         if (known is not None and known() is tensor) or is_statistic:

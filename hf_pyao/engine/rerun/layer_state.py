@@ -50,7 +50,9 @@ class StateOfCall:
         """Return why what the call has changed cannot be put back, or an empty string."""
         arguments = self._arguments
         given = "" if arguments is None else arguments.reason_not_again()
-        return self._modules.reason_not_again() or given
+        changed = self._modules.changed_parameter()
+        changed = changed and f"its forward changes {changed}, a parameter, in place"
+        return changed or self._modules.reason_not_again() or given
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from torch import nn
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.inventory import Inventory
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
+from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
@@ -150,8 +151,9 @@ class MicroBatchState:
     def _share_storages(self) -> bool:
         """Say whether gradients lie in one storage, and so have one version together."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        storages = {g.untyped_storage()._cdata for g in gradients if type(g) is torch.Tensor}
-        return len(storages) != len(gradients)
+        plain = [gradient for gradient in gradients if has_storage(gradient)]
+        storages = {g.untyped_storage()._cdata for g in plain if type(g) is torch.Tensor}
+        return len(storages) != len(plain)
 
     @property
     def known_ids(self) -> set[int]:

@@ -91,7 +91,7 @@ def modes_of_forward(device: torch.device | None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if _reason_of("function mode", _function_modes()):
-            stack.enter_context(_without_function_modes())
+            stack.enter_context(without_function_modes(lambda mode: _is_harmless(type(mode))))
         if reason_of_dispatch_modes():
             stack.enter_context(_without_dispatch_modes())
         if default_device() != device:
@@ -100,12 +100,12 @@ def modes_of_forward(device: torch.device | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
+def without_function_modes(stays: Callable[[Any], bool]) -> Iterator[None]:
+    """Leave only those function modes on inside of this context of which *stays* is true."""
     modes = [torch._C._pop_torch_function_stack() for _ in _function_modes()]
     try:
-        for mode in reversed(modes):
-            if _is_harmless(type(mode)):
-                torch._C._push_on_torch_function_stack(mode)
+        for mode in filter(stays, reversed(modes)):
+            torch._C._push_on_torch_function_stack(mode)
         yield
     finally:
         while torch._C._len_torch_function_stack():

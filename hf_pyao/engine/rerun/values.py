@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.engine.rerun.kinds import Content
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.errors import RecomputationError
 
 _VERSION = operator.attrgetter("_version")
@@ -63,7 +64,7 @@ class Loose:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        is_small = tensor.layout is torch.strided and tensor.nbytes <= MOST_TENSOR_BYTES
+        is_small = has_storage(tensor) and tensor.nbytes <= MOST_TENSOR_BYTES
         self.value = tensor.detach() if is_small else None
         """The same without its graph, where that is small."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,6 +19,7 @@ from hf_pyao.engine.rerun.values import (
     Loose,
     is_recorder,
 )
+from hf_pyao.engine.transfer.layout import has_storage
 
 _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -142,13 +142,11 @@ class Walk:
 
     def _note_tensor(self, tensor: Tensor) -> Loose | None:
         """Note a tensor; return what stands for it if it is not to be held."""
-        if tensor.requires_grad or (
-            tensor.layout is torch.strided and tensor.nbytes > MOST_TENSOR_BYTES
-        ):
+        if tensor.requires_grad or (has_storage(tensor) and tensor.nbytes > MOST_TENSOR_BYTES):
             made = Loose(tensor)
             self._found.loose.append(made)
             return made
-        if id(tensor) not in self._seen and tensor.layout is torch.strided:
+        if id(tensor) not in self._seen:
             self._seen.add(id(tensor))
             self._found.tensors.append((tensor, False))
         return None

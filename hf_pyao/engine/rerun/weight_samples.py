@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hf_pyao.engine.transfer.layout import has_storage
+
 _NUM_ELEMENTS = 64
 """Sampled of each weight, evenly spread."""
 _ADDRESS = operator.methodcaller("data_ptr")
@@ -66,7 +68,7 @@ def _fills_its_bytes(tensor: Tensor) -> bool:
 def _views_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in parameters:
-        if each.layout is not torch.strided or not each.numel() or not _fills_its_bytes(each):
+        if not has_storage(each) or not each.numel() or not _fills_its_bytes(each):
             continue
         step = max(1, each.numel() // _NUM_ELEMENTS)
         view = each.detach().as_strided((each.numel(),), (1,))[::step]

@@ -43,6 +43,7 @@ from hf_pyao.engine.transfer.layout import (
     Layouts,
     TensorLayout,
     has_bytes,
+    has_storage,
     nbytes_of,
     reason_not_movable,
 )
@@ -202,6 +203,9 @@ class Packer(HookSide):
         if type(entries) is Slot:
             return kept_as_it_is(tensor, call, entries)
         several: list[Entry] = entries  # type: ignore[assignment]
+        recomputation = call.recomputation
+        if recomputation is not None and recomputation.was_written(tensor):
+            several.clear()  # they stand for what it held before
         for entry in several:
             if isinstance(entry, Slot):
                 return kept_as_it_is(tensor, call, entry)
@@ -219,6 +223,8 @@ class Packer(HookSide):
                 record.watch(tensor, layout)
             if record.home is not None:
                 record.home.note_visitor()
+            elif not (call.casts or (recomputation is not None and recomputation.is_traced)):
+                record.renew(tensor)
             return SavedTensor(record, layout, call)
         return None
 
@@ -477,7 +483,7 @@ class Packer(HookSide):
         return FlattenedTensor(flattening, handles, counter, call, slot)
 
     def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
+        nbytes = nbytes_of(tensor) if has_storage(tensor) else 0
         stats = call.stats
         stats.would_hold_bytes += nbytes
         stats.kept_bytes[reason] += nbytes

@@ -65,6 +65,13 @@ class Recomputation(Protocol):
         """Return the sub-module that made *storage*'s content; None if that was not seen."""
         ...
 
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Say whether its storage was written since this was asked of it; a version need not tell.
+
+        ``data`` has a version of its own.
+        """
+        ...
+
     def known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Any:
         """Return what stands for the content of *storage*, if it was dropped before; else None."""
         ...

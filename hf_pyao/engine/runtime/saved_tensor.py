@@ -196,6 +196,12 @@ class WatchedStorage:
     def stand_for(self, layout: TensorLayout) -> None:
         """Stand for another view of the storage from now on."""
 
+    def renew(self, tensor: torch.Tensor) -> None:
+        """Stand for the bytes that *tensor*, on the same storage, has now, if that is possible.
+
+        They may have changed through ``data``, of which no version tells.
+        """
+
     def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch *tensor* too."""
         if self._other_watches is None:
@@ -219,6 +225,9 @@ class SavedStorage(WatchedStorage):
 
     _regions: list[TensorLayout] | None = None
     """Where the copy was put off: the layouts of all tensors that were saved until then."""
+    _is_safe = False
+    """True once its bytes were away before an operation changed the tensor, which a replay reads as
+    it was."""
 
     def __init__(
         self,
@@ -276,6 +285,11 @@ class SavedStorage(WatchedStorage):
         if self._regions is not None and self.moved.is_put_off:
             self._regions.append(layout)
 
+    def renew(self, tensor: torch.Tensor) -> None:
+        """Do so on a CPU. All that saved its storage gets these bytes, as without hooks."""
+        if self._mover.copy_again(self.moved, tensor):
+            self.forget_handed_out()
+
     def tensor_on_device(self, handle: SavedTensor) -> torch.Tensor:
         """Return what *handle* stands for, over the bytes that were brought back."""
         moved = self.moved
@@ -288,9 +302,13 @@ class SavedStorage(WatchedStorage):
         """Return its bytes on the device, and which byte of the original storage is the first.
 
         Raises:
-            SavedTensorModifiedError: it was changed in place since it was saved.
+            SavedTensorModifiedError: it was changed in place since it was saved, or backward has
+                changed what it got.
         """
-        self.check_unmodified()
+        if not self._is_safe:
+            self.check_unmodified()
+        elif self._is_changed_by_backward():
+            raise modified_error(self.slot)
         return self._mover.read(self.moved)
 
     def survives_a_change(self) -> bool:
@@ -299,7 +317,8 @@ class SavedStorage(WatchedStorage):
         Other regions of it may be changed by right while the copy is on its way.
         """
         self.settle()
-        return self._mover.let_leave(self.moved)
+        self._is_safe = self._mover.let_leave(self.moved)
+        return self._is_safe
 
     def drop_device_copy(self) -> None:
         """Let go of what was brought back; the host still has the bytes."""

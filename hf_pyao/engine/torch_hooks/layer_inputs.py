@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hf_pyao.engine.transfer.layout import is_plain
+
 
 def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a layer gets beside its hidden states.
@@ -26,19 +28,14 @@ def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
             found.append(value)
         elif isinstance(value, dict | list | tuple):
             found.extend(tensors_in(value))
-    if own is None or not found or not _has_storage(own):
+    if not isinstance(own, torch.Tensor) or not found or not is_plain(own):
         return found
     storage = own.untyped_storage()._cdata
     return [
         tensor
         for tensor in found
-        if _has_storage(tensor) and tensor.untyped_storage()._cdata != storage
+        if is_plain(tensor) and tensor.untyped_storage()._cdata != storage
     ]
-
-
-def _has_storage(value: Any) -> bool:
-    """Say whether *value* is a plain tensor with a storage of its own, as sparse ones have not."""
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

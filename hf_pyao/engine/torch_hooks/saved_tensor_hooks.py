@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -100,6 +101,11 @@ def pop_hooks(pack: Pack, layer: str) -> None:
             "the saved-tensor hooks of layer %r were taken down by someone else before it ended.",
             layer,
         )
+
+
+def no_hooks() -> contextlib.AbstractContextManager[None]:
+    """Have nobody's hooks on inside of this context."""
+    return _STACK.emptied()
 
 
 def pop_left_behind() -> None:

@@ -12,6 +12,7 @@ both: no handler runs inside of one.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import methodcaller
@@ -50,6 +51,20 @@ class Stack(NamedTuple):
         finally:
             self._put_back(lifted)  # should an interrupt have come before the first time
         return is_found
+
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Take all items down for the length of this context."""
+        lifted: list[Any] = [None]
+        try:
+            try:
+                while self.top() is not None:
+                    lifted.extend(filter(None, map(_call, self.lift)))
+                yield
+            finally:
+                self._put_back(lifted)
+        finally:
+            self._put_back(lifted)  # as in `take_out`
 
     def _put_back(self, lifted: list[Any]) -> None:
         """Push what *lifted* lists above its first item, which is None; it is then empty."""

@@ -26,7 +26,7 @@ _STRIDED = torch.strided
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-_PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
+PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
 
 _BARE_KINDS = frozenset({torch.Tensor, FakeTensor})
@@ -45,17 +45,30 @@ PartPlace = tuple[int, torch.dtype, tuple[int, ...]]
 """Byte offset in the host buffer, dtype and shape of one payload part."""
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Say whether *tensor*, of whatever class, lies in one storage by sizes and strides.
+
+    Sparse, nested and MKL-DNN tensors do not. What asks a tensor for its storage, its strides, its
+    bytes or their equality asks this first.
+    """
+    return tensor.layout is _STRIDED and not tensor.is_nested
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether *tensor* is no more than elements in a storage: of no class of its own."""
+    return type(tensor) in PLAIN_KINDS and has_storage(tensor)
+
+
 def reason_not_movable(tensor: torch.Tensor) -> str | None:
     """Say why *tensor*'s bytes cannot be copied and viewed again, or None if they can.
 
     Subclasses (FakeTensor apart) may carry meaning that a copy of their bytes loses; conjugate and
     negative bits live outside the storage.
     """
-    if type(tensor) not in _PLAIN_KINDS:
+    if type(tensor) not in PLAIN_KINDS:
         return SUBCLASS
     if (
-        tensor.layout is not _STRIDED
-        or tensor.is_nested
+        not has_storage(tensor)
         or tensor.is_neg()
         or (tensor.dtype not in PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
     ):

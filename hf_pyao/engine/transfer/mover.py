@@ -28,7 +28,7 @@ from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, RELOADING, Mov
 from hf_pyao.engine.transfer.profiler_ranges import in_range, is_profiling
 from hf_pyao.engine.transfer.reload_schedule import ReloadSchedule
 from hf_pyao.engine.transfer.tiers import Tier
-from hf_pyao.engine.transfer.transport import LinkTimes
+from hf_pyao.engine.transfer.transport import DoneTicket, LinkTimes
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 from hf_pyao.errors import ReleasedTensorError
 
@@ -126,6 +126,25 @@ class Mover(ReloadSchedule):
             is_queued = self._queue(moved, codec)
         if not is_queued:
             _count_kept(moved.meter, moved.nbytes)
+
+    def copy_again(self, moved: MovedBytes, tensor: torch.Tensor) -> bool:
+        """Copy the bytes of *moved* anew; say whether that was done: in host memory alone.
+
+        Where copies are queued, the link would carry the bytes twice.
+
+        Args:
+            moved: may have come back.
+            tensor: on the same storage, which may hold other bytes by now.
+        """
+        host, tier, start = moved.host, moved.tier, moved.start
+        is_done = type(moved.offload_ticket) is DoneTicket and moved.codec is None
+        if not is_done or host is None or tier is None or not tier.store.is_host_memory:
+            return False
+        if type(tensor) is not torch.Tensor:
+            return False
+        self.drop_device_copy(moved)
+        host.data.copy_(self._bytes.of(tensor, start, start + moved.nbytes))
+        return True
 
     def let_leave(self, moved: MovedBytes) -> bool:
         """Order compute behind the copy of *moved*, and let its source go; False without a copy."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
-from hf_pyao.engine.transfer.layout import view_of_storage
+from hf_pyao.engine.transfer.layout import has_storage, view_of_storage
 from hf_pyao.engine.weights.converted import ITEMSIZE, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.master import Master
@@ -325,7 +325,7 @@ class Block:
             parameter = weight.ref()
             if parameter is None:
                 continue
-            is_there = parameter.layout is torch.strided and parameter.dtype == weight.dtype
+            is_there = has_storage(parameter) and parameter.dtype == weight.dtype
             is_there = is_there and parameter.size() == weight.master.size
             if not is_there:
                 raise ConflictError(

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hf_pyao.engine.stores.store import Store
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view, has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
@@ -346,7 +346,7 @@ def _arguments_of_embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, SlotView) or tensor.layout is not torch.strided:
+    if type(tensor) not in (torch.Tensor, SlotView) or not has_storage(tensor):
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight
 from hf_pyao.engine.weights.castable import CastableView, Part, whole_of
@@ -210,7 +210,7 @@ class WeightReads(RingSchedule):
         if type(tensor) is CastableView:
             saved = SavedWeight(tensor.weight)
             return functools.partial(self._stored_again, tensor.weight, tensor.part, saved)
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN or not has_storage(tensor):
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None  # which a layout does not tell: the graph holds the slot's memory

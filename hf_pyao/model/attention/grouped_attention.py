@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.errors import warn
 from hf_pyao.model.attention import GroupPlan, NoKernel, attention_in_groups, kernels, plan_groups
 from hf_pyao.model.attention.grouped import GroupedCall
@@ -120,7 +121,7 @@ class GroupedAttention(LeftBehind):
         query, key, value = tensors
         if not any(each.requires_grad for each in tensors):
             return _NOT_WORTH_SAYING
-        if query.layout is not torch.strided or {each.dim() for each in tensors} != {4}:
+        if not has_storage(query) or {each.dim() for each in tensors} != {4}:
             dimensions = "(batch, heads, length, head_dim)"
             return NoKernel(f"query, key or value has other dimensions than {dimensions}")
         if others["attn_mask"] is not None:

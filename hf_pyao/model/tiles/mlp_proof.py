@@ -136,7 +136,7 @@ def _token_bytes(
     peaks = []
     for times in (1, 2):
         sizes = (*shape[:-2], times * shape[-2], shape[-1])
-        with faked(parts) as fake_mode, torch.enable_grad():
+        with faked(parts) as fake_mode:
             weights = [w for part in parts for w in part.parameters() if w.requires_grad]
             with fake_mode:
                 inputs = [

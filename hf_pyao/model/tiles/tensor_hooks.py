@@ -1,29 +1,10 @@
-"""Runs a function so that hooks on saved tensors, or on gradients, do not see what it does."""
+"""Runs code so that hooks on gradients do not see what it does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-
-
-def without_hooks(function: Callable[..., None]) -> Callable[..., None]:
-    """Return *function*, run so that hooks on saved tensors get none of what it saves."""
-
-    def run(*args: Any) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            function(*args)
-            return
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            function(*args)
-
-    return run
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
 
 
 class NoTensorHooks:

@@ -25,9 +25,10 @@ from torch import Tensor
 from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
 from hf_pyao.engine.rerun.inventory import Inventory, Noted
+from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, SeenEnding
-from hf_pyao.model.tiles.tensor_hooks import NoTensorHooks, without_hooks
+from hf_pyao.model.tiles.tensor_hooks import NoTensorHooks
 from hf_pyao.model.tiles.weight_sums import SummedProducts, WeightSums
 from hf_pyao.plan.options.tile_plan import TilePlan
 
@@ -197,9 +198,8 @@ def _run_backward(
             )
         trained = [weight for weight in weights if weight.requires_grad]
         backward = _Backward(call, inputs, trained, needs, ctx.states, ctx.noted)
-        run = torch.enable_grad()(without_hooks(backward.run))
-        with NoTensorHooks(trained):
-            run(grad_output)
+        with NoTensorHooks(trained), no_hooks(), torch.enable_grad():
+            backward.run(grad_output)
     return backward.results()
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_pyao.engine.rerun.bare_thread import bare_thread
 from hf_pyao.engine.rerun.generators import shared_generators
 from hf_pyao.engine.rerun.inventory import Inventory
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
@@ -184,7 +185,7 @@ def reason_not_token_wise(
     traces = []
     try:
         for sizes in _SIZES:
-            with faked(modules) as fake_mode, torch.enable_grad():
+            with faked(modules) as fake_mode:
                 known = [weight for module in modules for weight in module.parameters()]
                 run = partial(_trace, function, fake_mode, sizes[:num_lead], known, on_draw)
                 traces.append(run(widths, dtype, device))
@@ -235,21 +236,17 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     """Let *modules* run, as in training, on fake tensors, and put back what they change.
 
     Yields the mode, which is to be entered. Operations are those of a mode of their own: no other
-    one, such as a recording, sees them. Weights that are sharded are whole meanwhile. Autocast is
-    off: its cache would take fake casts of real weights, and give them to the next forward.
+    one, such as a recording, sees them. Weights that are sharded are whole meanwhile.
     """
     everything = list(dict.fromkeys(m for module in modules for m in module.modules()))
     weights = [p for module in everything for p in module._parameters.values() if p is not None]
     fake = next((weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)), None)
     fake_mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
-    device_types = {"cpu", *(weight.device.type for weight in weights)}
     inventory = Inventory(everything, copies=False)
     state = inventory.note(shared_generators())
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(bare_thread())
         stack.enter_context(state.put_back())
-        for device_type in device_types - {"meta"}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
         for module in everything:
             vars(module)["training"] = True
             for name, weight in module._parameters.items():

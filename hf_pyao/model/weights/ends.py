@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.model.weights.streamable import (
     ADAPTER,
     PARAMETRIZED,
@@ -128,7 +128,7 @@ def ends_by_rows(
         seen.add(id(parameter))
         if id(parameter) in adapters or (id(module), "weight") in wrapped:
             continue
-        is_plain = type(parameter) is Parameter and parameter.layout is torch.strided
+        is_plain = type(parameter) is Parameter and has_storage(parameter)
         is_plain = is_plain and parameter.dtype.is_floating_point and parameter.dim() == 2
         if not (is_plain and parameter.numel() and parameter.is_contiguous()):
             continue

@@ -17,6 +17,8 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_pyao.engine.transfer.layout import has_storage
+
 
 class FlattenedWeight:
     """A parameter that is made of plain tensors.
@@ -55,7 +57,6 @@ def flattened(parameter: Parameter) -> FlattenedWeight | None:
     parts = [tensor for _, tensor in weight.tensors]
     keys = {tensor.untyped_storage()._cdata for tensor in parts if type(tensor) is torch.Tensor}
     is_streamable = len(keys) == len(parts) and all(
-        tensor.layout is torch.strided and tensor.numel() and not tensor.requires_grad
-        for tensor in parts
+        has_storage(tensor) and tensor.numel() and not tensor.requires_grad for tensor in parts
     )
     return weight if parts and is_streamable else None

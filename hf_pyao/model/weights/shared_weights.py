@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.shared_memory import SharedMemory
-from hf_pyao.engine.transfer.layout import byte_span, view_of_storage
+from hf_pyao.engine.transfer.layout import byte_span, has_storage, view_of_storage
 from hf_pyao.errors import ConflictError, NoLayersFoundError
 from hf_pyao.model.map.module_map import find_layers
 
@@ -204,7 +204,7 @@ def _groups(model: nn.Module) -> list[list[Named]]:
 def _check(named: Sequence[Named]) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in named:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or not has_storage(tensor):
             raise ConflictError(
                 f"{name!r} is on {tensor.device}, {tensor.layout}; expected a dense tensor on the "
                 "CPU. Load the model without a device map and without quantisation.",

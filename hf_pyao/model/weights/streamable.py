@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from hf_pyao.engine.transfer.layout import byte_span
+from hf_pyao.engine.transfer.layout import byte_span, has_storage
 from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
 from hf_pyao.engine.weights.converted import ITEMSIZE
@@ -186,8 +186,7 @@ class _LayerSearch:
             reason = reason_to_stay(module, parameter, is_known=is_known)
             reason = reason or self._reason(module, name, parameter, experts, parts)
             if reason:
-                is_strided = parameter.layout is torch.strided
-                self._left[reason] += parameter.nbytes if is_strided else 0
+                self._left[reason] += parameter.nbytes if has_storage(parameter) else 0
                 continue
             whole = self._name_of(path, name)
             if parts is not None:
@@ -261,7 +260,7 @@ def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = 
         return SUBCLASS.format(name=kind.__name__, package=package_of(kind))
     if parameter.dim() < LEAST_DIMENSIONS:
         return VECTOR
-    if parameter.layout is not torch.strided or not parameter.numel() or not is_dense(parameter):
+    if not has_storage(parameter) or not parameter.numel() or not is_dense(parameter):
         return NOT_DENSE
     if isinstance(module, nn.RNNBase):
         return HELD
@@ -376,7 +375,7 @@ def owners_by_storage(model: nn.Module) -> Owners:
         for name, parameter in module._parameters.items():
             if parameter is None or not _is_plain(parameter) or parameter.is_meta:
                 continue
-            if parameter.layout is torch.strided:
+            if has_storage(parameter):
                 key = parameter.untyped_storage()._cdata
                 owners.setdefault(key, {})[id(module), name] = parameter
     return owners

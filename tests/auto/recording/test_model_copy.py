@@ -17,6 +17,8 @@ import transformers
 from packaging.version import Version
 from torch import library, nn
 from torch._guards import active_fake_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_pyao import attach
 from hf_pyao.auto import profiling
@@ -88,6 +90,39 @@ def test_the_model_and_the_random_numbers_are_as_before() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert type(next(model.parameters())) is nn.Parameter
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+class SeesOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def refuse(tensor: Any) -> Any:
+    raise AssertionError("a tensor was saved")
+
+
+def test_what_the_thread_carries_is_off_and_comes_back() -> None:
+    model = tiny_model("opt")
+    watch = watched(model)
+    expected = record_fake_step(watch.step())[0].whole()
+    step = watch.step()
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(refuse, refuse),
+        SeesOperations(),
+        SeesFunctions(),
+    ):
+        found = record_fake_step(step)[0].whole()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) == (refuse, refuse)
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    assert found == expected
+    watch.remove()
 
 
 @pytest.mark.thorough

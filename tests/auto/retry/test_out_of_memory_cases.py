@@ -572,6 +572,33 @@ def test_a_buffer_that_changes_for_the_first_time_ends_the_run() -> None:
             offloader.run_micro_batch(micro_batch)
 
 
+class Graph(nn.Module):
+    """Sums neighbours by a sparse buffer; its table has sparse gradients."""
+
+    def __init__(self, bomb: Bomb) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(5, 4, sparse=True)
+        self.stack = Stack(linear_relu, linear_relu)
+        self.register_buffer("edges", (torch.rand(5, 5) > 0.4).float().to_sparse())
+        self.bomb = bomb
+
+    def forward(self) -> torch.Tensor:
+        x = torch.sparse.mm(self.edges, self.table(torch.arange(5)))
+        return BombNode.apply(self.stack(x), self.bomb).square().sum()  # type: ignore[no-any-return]
+
+
+def test_sparse_buffers_and_gradients() -> None:
+    model, plain = Graph(Bomb(2)), Graph(Bomb())
+    with attach(model, PyAOConfig(min_bytes=0, layers=("stack.layers.*",))) as offloader:
+        for _ in range(3):
+            offloader.run_micro_batch(lambda: model().backward(), writes_only_this_model=True)
+            plain().backward()
+    found, expected = gradients_of(model), gradients_of(plain)
+    dense = [{n: g.to_dense() for n, g in each.items()} for each in (found, expected)]
+    assert_same_tensors(*dense, "sparse")
+
+
 # ---- who else is there ---------------------------------------------------------------------------
 
 

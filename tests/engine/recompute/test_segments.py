@@ -537,6 +537,88 @@ def test_a_layer_that_changes_its_input_runs_once(caplog: pytest.LogCaptureFixtu
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def masked(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm((torch.arange(9.0).view(3, 3) % 2).to_sparse_csr(), x @ layer.weight)
+
+
+def ragged(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.as_nested_tensor([x[:1] @ layer.weight, x[1:] @ layer.weight])
+    return torch.tanh(torch.nested.to_padded_tensor(rows, 0.0)).sum(0).repeat(2, 1)[:3]
+
+
+def sparse_between(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh((x.to_dense() if x.is_sparse else x) @ layer.weight).to_sparse()
+
+
+def scaled_in_place(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    return torch.tanh(x @ layer.weight)
+
+
+def steep_and_in_place(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    """Goes back through what it has saved before it is refused."""
+    y = x.detach().clone().requires_grad_()
+    (grad,) = torch.autograd.grad(torch.sin(y @ layer.weight).sum(), y, create_graph=True)
+    return grad * x.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (masked, "it saves a sparse or nested tensor"),
+        (ragged, "it saves a sparse or nested tensor"),
+        (sparse_between, "a sparse or nested one"),
+        (scaled_in_place, "'weight', a parameter, in place"),
+        (steep_and_in_place, "changes in place what it is given"),
+    ],
+)
+def test_layers_that_run_once_and_why(
+    function: Callable[..., Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def around(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return (x.to_dense() if x.is_sparse else x) @ layer.weight + 1
+
+    model = Stack(around, function, around, function, around)
+    plain = copy.deepcopy(model)
+    with attach(model, BY_ONE):
+        for _ in range(3):
+            assert_same_tensors(step(model), step(plain), "")
+    said = [record.message for record in caplog.records if reason in record.message]
+    assert len(said) == 1
+
+
+def test_lazy_layers_run_again_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Stack:
+        torch.manual_seed(2)
+        model = Stack(*[lambda layer, x: torch.tanh(layer.lazy(x))] * 2)
+        for layer in model.layers:
+            layer.lazy = nn.LazyLinear(4)
+        return model
+
+    model, plain = make(), make()
+    with attach(model, BY_ONE) as offloader:
+        for num_runs in (0, 2):
+            assert_same_tensors(step(model), step(plain), "")
+            assert lifecycle_of(offloader).filled.num_runs == num_runs
+    assert "its forward changes attribute 'lazy.weight', a parameter, in place" in caplog.text
+
+
+def test_weights_that_were_computed_run_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(smooth, smooth, linear_relu)
+    plain = copy.deepcopy(model)
+    with attach(model, BY_TWO):
+        for each in (plain, model):
+            weights = {name: weight.cos() for name, weight in each.named_parameters()}
+            torch.func.functional_call(each, weights, (INPUT,)).sum().backward()
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "")
+        model.zero_grad()
+        step(model)
+    assert caplog.text.count("its weights are computed (torch.func.functional_call)") == 1
+
+
 @pytest.mark.usefixtures("_sharing_is_known")
 def test_an_argument_that_changes_before_backward() -> None:
     model = Sharing()

@@ -211,6 +211,18 @@ def test_a_source_changed_after_it_was_stored_raises() -> None:
                 loss.backward()
 
 
+def test_a_source_that_the_layer_itself_changes_later_is_read_as_it_was() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ layer.weight
+        places = hidden.detach().abs().clamp(max=SIZE - 1.0)
+        below = x.gather(-1, places.long())  # `long` is computed again from `places`
+        return below * hidden.gather(-1, places.ceil_().long())
+
+    for base in (ALONE, EVERY_LAYER):
+        _, metrics = run(replace(base, recompute_modules=("pointwise",)), function, linear_relu)
+        assert metrics["recomputed_bytes"] > 0
+
+
 def test_a_dropped_tensor_changed_after_it_was_saved_raises() -> None:
     kept: list[torch.Tensor] = []
 

@@ -263,6 +263,24 @@ def test_what_cannot_be_noted_is_named() -> None:
     assert not Inventory([module]).note().reason_unknown()
 
 
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_tensors_without_a_storage_are_known_by_their_versions(is_buffer: bool) -> None:
+    module = Furnished()
+    table = torch.eye(3).to_sparse()
+    if is_buffer:
+        module.register_buffer("sparse", table)
+    else:
+        module.sparse = table  # type: ignore[assignment]
+    inventory = Inventory([module])
+    for _ in range(2):
+        noted = inventory.note(copies_all=True)
+        noted.learn()
+        with noted.put_back():
+            assert not noted.reason_not_undone()
+        table.mul_(2)
+        assert "'sparse' was changed in place" in noted.reason_not_undone()
+
+
 def test_hooks_on_parameters_are_undone_and_those_of_a_second_run_do_not_last() -> None:
     module = Furnished()
     before = picture(module)

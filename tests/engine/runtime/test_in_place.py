@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -221,6 +222,28 @@ def test_changes_that_autograd_allows_pass(config: PyAOConfig) -> None:
         model(x).sum().backward()
     for layer, expected in zip(model.layers, plain.layers, strict=True):
         assert torch.equal(layer.weight.grad, expected.weight.grad)
+
+
+@pytest.mark.parametrize("recomputed", [(), ("pointwise",)])
+def test_a_change_through_data_is_in_what_is_saved_next(recomputed: tuple[str, ...]) -> None:
+    """No version tells of it. On a CPU it is in what was saved before, too, as without hooks."""
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ layer.weight
+        before = hidden.square()
+        (slope,) = torch.autograd.grad(before.sum(), hidden, retain_graph=True)
+        hidden.data[1:].mul_(3)
+        after = hidden.square() + hidden[1:].exp().sum()
+        return after * slope.detach() + (0 if recomputed else before)
+
+    model = Stack(function, linear_relu)
+    grads = []
+    for config in (None, replace(EVERY_LAYER, window=1, recompute_modules=recomputed)):
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        with nullcontext() if config is None else attach(model, config):
+            model(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 def test_a_version_watch_holds_no_memory() -> None:
