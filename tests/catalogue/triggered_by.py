@@ -15,7 +15,6 @@ TRIGGERED_BY = {
     "layer-not-checkpointed": "tests/engine/recompute/test_nested_segments.py::test_a_layer_that_changes_its_input_runs_once",
     "micro-batch-not-chosen": "tests/hf/micro_batch/test_auto_micro_batch.py::test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error",
     "micro-batch-ran-again": "tests/auto/retry/test_out_of_memory_cases.py::test_one_that_never_ends_is_ended",
-    "memory-budget": "tests/auto/recording/test_compiled_copies.py::test_a_number_for_each_layer_needs_all_layers",
     "mlp-not-tiled": "tests/engine/recompute/test_tiles_and_segments.py::test_mlps_that_draw_numbers_of_others",
     "no-plan-fits": "tests/auto/test_auto_levers.py::test_what_was_given_stays",
     "disk-full": "tests/engine/stores/test_disk_store.py::test_training_goes_on_where_nothing_is_lost[allocate-28-disk-full]",
