@@ -28,7 +28,7 @@ TRIGGERED_BY = {
     "plan-lossy-codec": "tests/auto/test_auto_odd_loops.py::test_a_kept_plan_loses_nothing_without_leave",
     "plan-made-anew": "tests/auto/test_auto_resumed.py::test_the_plan_that_is_kept_is_made_anew_too",
     "plan-not-written": "tests/auto/test_auto_odd_loops.py::test_a_plan_that_cannot_be_kept_is_followed",
-    "disk-weights-changed": "tests/engine/weights/test_weights_from_disk.py::test_a_merge_stays_in_this_process",
+    "disk-weights-changed": "tests/engine/weights/test_weights_from_disk.py::test_a_merge_is_refused_until_it_is_attached_again",
     "plan-other-model": "tests/plan/policies/test_policies.py::test_plans_of_other_models_and_shapes_are_refused",
     "plan-other-sizes": "tests/plan/policies/test_policies.py::test_plans_of_other_models_and_shapes_are_refused",
     "profile-incomplete": "tests/plan/measure/test_profile.py::test_a_run_that_was_too_short_says_so",
