@@ -22,6 +22,7 @@ from hf_pyao.errors import ConfigError, unknown_name, warn
 from hf_pyao.files import read_json_object
 from hf_pyao.settings.kind import Choice, Implied, Named, Names, Switch
 from hf_pyao.settings.paths import FilePath, FolderPath
+from hf_pyao.settings.removed import REMOVED_SETTINGS, refuse_removed, refuses_removed
 from hf_pyao.settings.setting import setting, settings_of
 from hf_pyao.settings.sizes import (
     Amount,
@@ -29,7 +30,6 @@ from hf_pyao.settings.sizes import (
     CountOrWord,
     Gibibytes,
     Parts,
-    Shares,
     Size,
     Terabytes,
 )
@@ -47,7 +47,7 @@ CODEC_NAMES = ("identity", "int8", "fp8", "int4", "bitmask")
 """Names that ``codec`` takes: the keys of ``CODECS``, which is not imported here since codecs are
 above the configuration and import torch."""
 
-HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
+HEAD_LOSS_NAMES = ("auto", "off", "chunked")
 """Names that ``head_loss`` takes."""
 
 LOG_METRICS_NAMES = ("off", "summary", "all")
@@ -77,13 +77,8 @@ DEFAULT_KEEP_LAST_LAYERS = 1
 DEFAULT_MIN_BYTES = 64 * 1024
 """What ``min_bytes`` is where it is not given."""
 
-REMOVED = {
-    "copy_streams": "it served comparisons alone: remove it, and pass "
-    "attach(model, config, transport=StreamTransport(copy_streams=1)) where one is made",
-}
-"""Settings of earlier versions, and what to do instead."""
 
-
+@refuses_removed
 @dataclass(frozen=True, kw_only=True)
 class PyAOConfig:
     """What is offloaded, how, and within which limits.
@@ -229,8 +224,8 @@ class PyAOConfig:
         Implied(Choice(HEAD_LOSS_NAMES), "off", with_long_context="chunked"),
         "How the loss is computed from the last hidden states. 'off': as the model does. "
         "'chunked': without ever holding all logits, which frees much when the vocabulary is "
-        "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
-        "head is understood, else 'off'. (default: off; with {long_context}: chunked)",
+        "large. 'auto': 'chunked' where the model's head is understood, else 'off'. "
+        "(default: off; with {long_context}: chunked)",
     )
     long_context: bool = setting(
         False,
@@ -287,16 +282,6 @@ class PyAOConfig:
         "has multiprocessors. "
         "(default: off; with {long_context}: auto; {policy} 'auto' takes groups where nothing else "
         "fits, or where that is faster)",
-    )
-    activation_memory_budget: float | str | Sequence[float] | None = setting(
-        None,
-        Implied(Shares("layer", words=("off", "auto")), "off"),
-        "How much compiled layers may save for backward, as a share of what they save by default; "
-        "they compute the rest again: torch's activation_memory_budget, for each layer by itself. "
-        "A number from 0 to 1 for all layers, or one for each. 'auto': {policy} 'auto' predicts "
-        "steps with several budgets, and takes the fastest that fits. 'off': what torch was told. "
-        "Each budget is compiled when it is first used. Compiled code that computes again may "
-        "round 16-bit tensors in other places; in eager code, nothing changes. (default: off)",
     )
     stream_weights: int | str = setting(
         "off",
@@ -394,7 +379,7 @@ class PyAOConfig:
         is_copy = isinstance(labels, Labels)
         object.__setattr__(self, "labels", Labels(labels or {}))
         for name, declared in SETTINGS.items():
-            value = declared.kind.check(self.label(name), getattr(self, name))
+            value = declared.check(self.label(name), getattr(self, name))
             object.__setattr__(self, name, value)
         check_together(implied_by(vars(self)), self.label)
         if not is_copy and isinstance(self.window, int) and 0 < self.window < LEAST_LIKELY_BYTES:
@@ -490,7 +475,6 @@ class EffectiveConfig(PyAOConfig):
         checkpoint_nested: bool
         save_attention: bool
         attention_groups: int | str
-        activation_memory_budget: float | str | tuple[float, ...]
 
 
 def is_switched_off() -> bool:
@@ -554,11 +538,9 @@ def _known(values: object, where: str = "") -> dict[str, Any]:
             f"{SCHEMA_VERSION}. Write it again with the version you run.",
             key="file-other-version",
         )
+    for name in REMOVED_SETTINGS.intersection(given):  # files of earlier versions have them as null
+        refuse_removed(name, f"{where}{name}", given.pop(name))
     for name in given:
-        if name in REMOVED:
-            raise ConfigError(
-                f"{where}{name!r} is no setting any more; {REMOVED[name]}.", key="setting-removed"
-            )
         if name not in SETTINGS:
             error = unknown_name("PyAOConfig key", name, SETTINGS)
             raise ConfigError(f"{where}{error}", key="unknown-name")
@@ -567,7 +549,7 @@ def _known(values: object, where: str = "") -> dict[str, Any]:
 
 def _checked(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
     """Return *values* that are given, each checked by itself."""
-    checked = {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
+    checked = {n: SETTINGS[n].check(labels.get(n, n), value) for n, value in values.items()}
     return {name: value for name, value in checked.items() if value is not None}
 
 

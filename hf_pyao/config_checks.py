@@ -13,9 +13,6 @@ DEFAULT_DISK_WRITE_LIMIT_TB = 60
 endure."""
 
 
-_CHOOSE_NO_LEVERS = ("all", "modules", "budget", "pyao", "off")
-"""Policies that follow no plan with levers."""
-
 LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
 """By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
@@ -72,13 +69,6 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
         )
     if values["disk_path"] is None:
         _check_without_disk(values, label)
-    if values["activation_memory_budget"] == "auto" and policy in _CHOOSE_NO_LEVERS:
-        raise ConfigError(
-            f"{label('activation_memory_budget')} is 'auto', which has no effect while "
-            f"{label('policy')} is {policy!r}: nothing chooses one. Choose policy 'auto', or give "
-            "a number, such as 0.5.",
-            key="setting-without-effect",
-        )
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
     for name, policies, example in (

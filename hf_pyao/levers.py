@@ -47,7 +47,6 @@ class Levers:
     checkpoint_nested: bool = False
     save_attention: bool = False
     attention_groups: int | str = "off"
-    activation_memory_budget: float | str | tuple[float, ...] = "off"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -58,7 +57,6 @@ class Levers:
     def of(cls, config: PyAOConfig) -> Levers:
         """Return those of *config*."""
         effective = config.effective()
-        budget = effective.activation_memory_budget
         return cls(
             head_loss=effective.head_loss,
             mlp_tiles=effective.mlp_tiles,
@@ -66,7 +64,6 @@ class Levers:
             checkpoint_nested=effective.checkpoint_nested,
             save_attention=effective.save_attention,
             attention_groups=effective.attention_groups,
-            activation_memory_budget="off" if budget == "auto" else budget,  # until a plan says
         )
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +106,7 @@ class Levers:
     def described_beside(self, other: Levers) -> str:
         """Return in words what of them differs from *other*; empty if nothing does."""
         parts = []
-        names = "mlp_tiles", "head_loss", "attention_groups", "activation_memory_budget"
+        names = "mlp_tiles", "head_loss", "attention_groups"
         apart: dict[str, Any] = dict.fromkeys(names, "off")
         only = dataclasses.replace(self, **apart)
         if only != dataclasses.replace(other, **apart):
@@ -119,9 +116,6 @@ class Levers:
         if self.attention_groups != other.attention_groups:
             groups = Levers(attention_groups=self.attention_groups).describe()
             parts.append(groups or "attention in no groups")
-        if self.activation_memory_budget != other.activation_memory_budget:
-            budget = Levers(activation_memory_budget=self.activation_memory_budget).describe()
-            parts.append(budget or "compiled code as torch has it")
         if self.head_loss != other.head_loss:
             parts.append(f"{self.head_loss} loss")
         return ", ".join(parts)
@@ -131,7 +125,6 @@ class Levers:
         count = "" if self.mlp_tiles == "auto" else f"{self.mlp_tiles} "
         groups = "" if self.attention_groups == "auto" else f"{self.attention_groups} "
         every = "each layer" if self.checkpoint_every == 1 else f"{self.checkpoint_every} layers"
-        budget = describe_budget(self.activation_memory_budget)
         one_by_one = " one by one" if self.checkpoint_nested else ""
         parts = {
             f"{self.head_loss} loss": self.head_loss != "off",
@@ -139,19 +132,8 @@ class Levers:
             f"{every} run again{one_by_one}": self.checkpoint_every > 0,
             "attention saved": self.save_attention,
             f"attention in {groups}groups": self.attention_groups != "off",
-            f"memory budget {budget} of compiled layers": self.activation_memory_budget != "off",
         }
         return ", ".join(part for part, is_on in parts.items() if is_on)
-
-
-def describe_budget(budget: float | str | tuple[float, ...]) -> str:
-    """Return ``activation_memory_budget`` in a few words."""
-    if not isinstance(budget, tuple):
-        return str(budget) if isinstance(budget, str) else f"{budget:g}"
-    num_first = next((n for n, each in enumerate(budget) if each != budget[0]), len(budget))
-    if num_first < len(budget) and len({*budget[num_first:]}) == 1:
-        return f"{budget[0]:g} in the first {num_first}, {budget[-1]:g} in the other"
-    return ", ".join(f"{each:g}" for each in dict.fromkeys(budget))
 
 
 NO_LEVERS = Levers()

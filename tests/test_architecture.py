@@ -39,7 +39,6 @@ ONLY_TORCH = ("ground", "engine", "plan", "model", "auto")
 USE_TRANSFORMERS = {
     "model/fake_cuda/cuda_choices.py",
     "model/head/lazy_outputs.py",
-    "model/head/liger.py",
     "auto/install/conflicts.py",
 }
 """Files of those floors that do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import pydoc
@@ -28,7 +29,11 @@ from hf_pyao.engine.runtime.policy import (
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError, PyAOError, unknown_name
 from hf_pyao.plan.policies.by_name import POLICIES, make_policy
+from hf_pyao.settings.removed import REMOVED, Removed
 from hf_pyao.text import echo
+
+VERSION_0_1 = Path(__file__).parent / "plan" / "documents" / "version_0_1" / "config.json"
+"""Written by version 0.1, with each field that it had."""
 
 
 class Nameless:
@@ -314,6 +319,34 @@ def test_round_trips(config: PyAOConfig, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["schema_version"] == 1
 
 
+@pytest.mark.parametrize("gone", REMOVED, ids=lambda gone: gone.setting)
+def test_what_earlier_versions_had_is_refused_with_what_to_do_instead(
+    gone: Removed, tmp_path: Path
+) -> None:
+    value = gone.value or 0.5
+    values: Any = {gone.setting: value}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(values))
+    for make in (
+        lambda: PyAOConfig(**values),
+        lambda: dataclasses.replace(PyAOConfig(), **values),
+        lambda: PyAOConfig.from_dict(values),
+        lambda: PyAOConfig.from_json_file(path),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        message = str(caught.value)
+        assert gone.setting in message and str(value) in message
+        assert f"removed in version {gone.version}. {gone.instead}" in message
+    assert str(path) in message, "which file it was"
+
+
+def test_a_file_of_an_earlier_version_is_read_if_it_asks_for_nothing_that_is_gone() -> None:
+    assert PyAOConfig.from_json_file(VERSION_0_1) == PyAOConfig(min_bytes=256, keep_last_layers=2)
+    assert PyAOConfig(activation_memory_budget="off") == PyAOConfig()  # type: ignore[call-arg]
+    assert "activation_memory_budget" not in inspect.signature(PyAOConfig).parameters
+
+
 def test_part_of_the_keys_is_enough() -> None:
     assert PyAOConfig.from_dict({"min_bytes": 3}) == PyAOConfig(min_bytes=3)
 
@@ -324,7 +357,6 @@ def test_part_of_the_keys_is_enough() -> None:
         ({"min_byte": 3}, r"unknown PyAOConfig key 'min_byte'; did you mean 'min_bytes'\?"),
         ({"min_bytes": "3 apples"}, r"min_bytes.* is '3 apples'"),
         ({"policy": None}, r"policy.* is None; expected one of"),
-        ({"copy_streams": 1}, r"'copy_streams' is no setting any more; .*pass attach\(model, conf"),
         ({"codec": "narrow"}, r"codec.* is 'narrow'; known: identity, int8, fp8, int4, bitmask"),
         ({"schema_version": True}, r"schema_version True"),
         ({"schema_version": 99}, r"schema_version 99; this hf_pyao reads 1"),

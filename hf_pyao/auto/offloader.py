@@ -111,9 +111,7 @@ class Offloader:
                 may_come=self._deciding.may_come,
                 streaming=streaming,
             )
-            budgets = self._installed.memory_budgets
-            switch = self._deciding.switch
-            switch.bind(lifecycle, self.mlp_tiles, self.attention_groups, budgets)
+            self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
             for sentence in self._installed.describe():
                 self.record.describe_further(sentence)
             lifecycle.install(self)

@@ -16,6 +16,7 @@ from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.setting_fields import ArgumentFields
 from hf_pyao.no_effect import EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import check_report_path
+from hf_pyao.settings.removed import REMOVED_SETTINGS, refuse_removed
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
@@ -156,9 +157,11 @@ class PyAOArguments(ArgumentFields):
 
     def _given_flags(self) -> dict[str, Any]:
         """Return the knobs that were given, checked one by one, by PyAOConfig field."""
+        for name in REMOVED_SETTINGS:
+            refuse_removed(name, flag_text(name), getattr(self, flag_of(name)))
         values = {name: getattr(self, flag_of(name)) for name in SETTINGS}
         return {
-            name: SETTINGS[name].kind.check(flag_text(name), value)
+            name: SETTINGS[name].check(flag_text(name), value)
             for name, value in values.items()
             if value is not None
         }

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_pyao.config import REMOVED
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import unknown_name
 from hf_pyao.settings.kind import Kind
+from hf_pyao.settings.removed import REMOVED_SETTINGS, refuse_removed
 
 ENV_PREFIX = "PYAO_"
 """Put before a setting's name in capitals."""
@@ -36,10 +36,9 @@ def read_environment(kinds: Mapping[str, Kind]) -> dict[str, Any]:
         if not variable.startswith(ENV_PREFIX) or variable.startswith(_OTHERS):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if name in REMOVED:
-            raise ConfigError(
-                f"{variable} is no setting any more; {REMOVED[name]}.", key="setting-removed"
-            )
+        refuse_removed(name, variable, text.strip() or None)
+        if name in REMOVED_SETTINGS:
+            continue
         if variable not in names:
             raise unknown_name("environment variable", variable, names)
         if text.strip():

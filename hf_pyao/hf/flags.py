@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from hf_pyao.settings.setting import Setting
 
 PREFIX = "activation_offload_"
+
+HIDDEN: Mapping[str, Any] = {"help": argparse.SUPPRESS, "nargs": "?"}
+"""What HfArgumentParser hands on to argparse for a flag that is not listed."""
 
 
 def flag_of(name: str) -> str:

@@ -24,6 +24,7 @@ from hf_pyao.hf.micro_batch.checks import refuse_without_trainer
 from hf_pyao.hf.setting_fields import PluginFields
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.settings.kind import Switch
+from hf_pyao.settings.removed import refuses_removed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _ENABLED = Switch()
 
 
+@refuses_removed
 @dataclass(kw_only=True)
 class PyAOPlugin(PluginFields):
     """Offload the models that an ``Accelerator`` prepares.

@@ -10,7 +10,8 @@ from dataclasses import field, make_dataclass
 from typing import Any, get_type_hints
 
 from hf_pyao.config import SETTINGS, PyAOConfig
-from hf_pyao.hf.flags import OffloadSwitches, flag_metadata, flag_of
+from hf_pyao.hf.flags import HIDDEN, OffloadSwitches, flag_metadata, flag_of
+from hf_pyao.settings.removed import REMOVED_SETTINGS
 
 _TYPES = get_type_hints(PyAOConfig)
 
@@ -24,6 +25,11 @@ ArgumentFields = make_dataclass(
             field(default=None, metadata=flag_metadata(setting)),
         )
         for name, setting in SETTINGS.items()
+    ]
+    # Flags of earlier versions are parsed, to be refused by name.
+    + [
+        (flag_of(name), str | None, field(default=None, repr=False, metadata=HIDDEN))
+        for name in sorted(REMOVED_SETTINGS)
     ],
     bases=(OffloadSwitches,),
     namespace={"__module__": __name__, "__doc__": "A field for each flag."},

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.settings.kind import Kind
+from hf_pyao.settings.removed import refuse_removed
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class Setting:
         """Return what it does, and the default; *label* gives settings the names to use."""
         text = re.sub(r"\{(\w+)\}", lambda match: label(match[1]), self.text)
         return text if self.default in (None, ()) else f"{text} (default: {self.shown_default})"
+
+    def check(self, label: str, value: Any) -> Any:
+        """Return *value* as the configuration holds it.
+
+        Raises:
+            ConfigError: earlier versions had it, or it is of another type, or out of range.
+        """
+        refuse_removed(self.name, label, value)
+        return self.kind.check(label, value)
 
     @property
     def shown_default(self) -> str:

@@ -213,47 +213,6 @@ class Parts(Kind):
 
 
 @dataclass(frozen=True)
-class Shares(Kind):
-    """A number from 0 to 1, one such number for each of several things, or one of some words."""
-
-    unit: str
-    """Of what there is one number each, such as layer."""
-    words: tuple[str, ...]
-    flag_type = str
-
-    @property
-    def metavar(self) -> str:  # type: ignore[override]
-        """The words, and a number."""
-        return "{" + ",".join((*self.words, "0..1")) + "}"
-
-    def check(self, label: str, value: Any) -> float | str | tuple[float, ...]:
-        """Return *value* as a number, as a tuple of numbers, or as the word that it is."""
-        if isinstance(value, str) and value in self.words:
-            return value
-        if isinstance(value, str):
-            value = value.replace(",", " ").split()
-            value = value[0] if len(value) == 1 else value
-        if isinstance(value, list | tuple) and value:
-            return tuple(self._share(label, each, value) for each in value)
-        return self._share(label, value, value)
-
-    def _share(self, label: str, one: Any, given: Any) -> float:
-        if not isinstance(one, bool) and isinstance(one, int | float | str):
-            try:
-                share = float(one)
-            except (ValueError, OverflowError):
-                share = -1.0
-            if 0 <= share <= 1:
-                return share
-        words = ", ".join(map(repr, self.words))
-        raise ConfigError(
-            f"{label} is {echo(given)}; expected {words}, a number from 0 to 1, or one such number "
-            f"for each {self.unit}.",
-            key="setting-value",
-        )
-
-
-@dataclass(frozen=True)
 class CountOrWord(Kind):
     """A whole number of things, zero included, or one of some words."""
 

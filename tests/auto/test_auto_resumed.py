@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch
 from hf_pyao import Offloader, PyAOConfig, PyAOPlugin, attach
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.documents.plan_facts import PlanError
 from tests.helpers import tiny_batch, tiny_model
+
+VERSION_0_1 = Path(__file__).parents[1] / "plan" / "documents" / "version_0_1"
+"""Plans that version 0.1 wrote for the model of :func:`train` within :data:`SMALL_GIB`."""
 
 SMALL_GIB = 6.5e-4
 """Less than keeping everything needs, and more than the least that a plan needs."""
@@ -69,6 +74,31 @@ def test_on_the_same_device_it_is_followed(saved: Path, caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     assert train(saved, SMALL_GIB * 1.01) == ["saved"] * 5
     assert "the plan in the checkpoint" in caplog.text
+
+
+def test_a_checkpoint_of_version_0_1_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its plan is followed; one with a setting that is gone is made anew, which is said once."""
+    caplog.set_level(logging.INFO)
+    assert train(VERSION_0_1 / "plan.json", SMALL_GIB) == ["saved"] * 5
+    assert "the plan in the checkpoint" in caplog.text and "not followed" not in caplog.text
+    for where in ("checkpoint", "file"):
+        caplog.clear()
+        path = tmp_path / where
+        shutil.copy(VERSION_0_1 / "budget_plan.json", path)
+        kept = {"plan": str(path)} if where == "file" else {}
+        assert train(tmp_path / "none" if kept else path, SMALL_GIB, **kept)[-1] == "saved"
+        (said,) = (each for each in caplog.messages if "activation_memory_budget" in each)
+        assert "is 0.5; this setting was removed" in said
+        assert ("is made anew" if kept else "is not followed") in said
+    assert "activation_memory_budget" not in Plan.from_json_file(path).levers
+
+
+def test_a_plan_of_version_0_1_that_is_to_be_followed_is_refused() -> None:
+    path = VERSION_0_1 / "budget_plan.json"
+    with pytest.raises(PlanError, match=r"activation_memory_budget is 0\.5; this setting was"):
+        attach(tiny_model("opt"), PyAOConfig(policy="plan", plan=str(path)))
 
 
 @pytest.mark.parametrize("gib", [8.0, LARGE_GIB])

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
+from hf_pyao.settings.removed import REMOVED
 from hf_pyao.tools.catalogue.all_entries import CATALOGUE, CHAPTERS
 from hf_pyao.tools.catalogue.entry import Entry
 from tests.catalogue.sites import sites
@@ -68,9 +69,20 @@ def _entry(entry: Entry, message: str | None, beginnings: list[str]) -> str:
         more = len(beginnings) - MOST_BEGINNINGS
         lines.append(f"First words: {listed}{f'; and {more} more' if more > 0 else ''}.\n")
     lines += [f"Cause: {entry.cause}\n", f"Remedy: {entry.remedy}\n"]
+    if entry.key == "setting-removed":
+        lines.append(_removed())
     if message is not None:
         lines.append("```text\n" + message + "\n```\n")
     return "\n".join(lines)
+
+
+def _removed() -> str:
+    """Return the table of what earlier versions had among the settings."""
+    rows = ["| setting | value | removed in | what to do instead |", "|---|---|---|---|"]
+    for gone in REMOVED:
+        value = "any" if gone.value is None else f"`{gone.value!r}`"
+        rows.append(f"| `{gone.setting}` | {value} | {gone.version} | {gone.instead} |")
+    return "\n".join(rows) + "\n"
 
 
 def messages_in(page: str) -> dict[str, str]:

@@ -40,7 +40,11 @@ def stubs() -> str:
 
 def _lines(cls: type[Any], inherited: set[str]) -> list[str]:
     types = get_type_hints(cls)  # a field's own `type` is what HfArgumentParser made of it
-    own = [field.name for field in dataclasses.fields(cls) if field.name not in inherited]
+    own = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.repr and field.name not in inherited
+    ]
     return [f"    {name}: {_text(types[name])} = ...\n" for name in own]
 
 

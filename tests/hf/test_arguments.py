@@ -17,6 +17,7 @@ from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments, attach
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.engine.codecs import CODECS
 from hf_pyao.errors import ConfigError
+from hf_pyao.settings.removed import REMOVED, Removed
 from tests.helpers import tiny_model
 from tests.hf import (
     setting_stubs,
@@ -47,7 +48,6 @@ EXAMPLES = {
     "checkpoint_nested": True,
     "save_attention": True,
     "attention_groups": 4,
-    "activation_memory_budget": 0.5,
     "stream_weights": 8,
     "stream_dtype": "compute",
     "stream_embeddings": "on",
@@ -83,7 +83,7 @@ def write_json(path: Path, values: object) -> str:
 
 def test_every_config_field_has_its_flag_and_every_flag_its_field() -> None:
     flags = {f.name for f in dataclasses.fields(PyAOArguments)}
-    knobs = {f.name.removeprefix(PREFIX) for f in dataclasses.fields(PyAOArguments)}
+    knobs = {f.name.removeprefix(PREFIX) for f in dataclasses.fields(PyAOArguments) if f.repr}
     knobs -= {"activation_offload", "config"}
     assert {"activation_offload", "activation_offload_config"} < flags
     assert knobs == {f.name for f in dataclasses.fields(PyAOConfig)} == set(EXAMPLES)
@@ -252,12 +252,23 @@ def test_the_head_loss_alone_names_the_way() -> None:
 
 def test_help_lists_every_name() -> None:
     text = HfArgumentParser(PyAOArguments).format_help()
-    for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
+    for names in (POLICY_NAMES, CODECS, ("off", "chunked"), ("summary",)):
         for name in names:
             assert f"'{name}'" in text, name
     assert "--activation_offload_policy {auto,all,modules,budget,plan,pyao,off}" in text
     assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
-    assert "copy_streams" not in text
+    assert not [each.setting for each in REMOVED if not each.value and each.setting in text]
+
+
+@pytest.mark.parametrize("gone", REMOVED, ids=lambda gone: gone.setting)
+def test_flags_of_earlier_versions_are_refused_by_name(gone: Removed) -> None:
+    value = gone.value or "0.5"
+    flag = f"activation_offload_{gone.setting}"
+    message = f"--{flag} is '{value}'; this .* was removed in version {gone.version}"
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", f"--{flag}", value)
+    with pytest.raises(ConfigError, match=message):
+        SFTWithOffload("out", use_cpu=True, bf16=False, activation_offload=True, **{flag: value})
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

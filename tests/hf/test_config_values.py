@@ -42,7 +42,6 @@ IMPLIED = {
     "checkpoint_nested": (False, False),
     "save_attention": (False, True),
     "attention_groups": ("off", "auto"),
-    "activation_memory_budget": ("off", "off"),
 }
 """Field that may be left open -> what it then is, without and with ``long_context``, where
 ``checkpoint_every`` is open too."""
@@ -70,7 +69,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint_nested": (False, True),
     "save_attention": (False, True),
     "attention_groups": ("off", "auto", 2),
-    "activation_memory_budget": ("off", 0.5, (0.0, 1.0)),
     "stream_weights": ("off", "auto", 0, 8),
     "stream_dtype": ("stored", "compute"),
     "stream_embeddings": ("auto", "on", "off"),

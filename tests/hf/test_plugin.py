@@ -113,7 +113,8 @@ def test_fields_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
             "mlp_act",
             r"PYAO_MODULES is \['mlp_act'\], which has no effect while pol",
         ),
-        ("PYAO_COPY_STREAMS", "1", r"PYAO_COPY_STREAMS is no setting any more; .*StreamTransport"),
+        ("PYAO_COPY_STREAMS", "1", r"PYAO_COPY_STREAMS is '1'; this setting .*StreamTransport"),
+        ("PYAO_HEAD_LOSS", "liger", r"PYAO_HEAD_LOSS is 'liger'; this value .*'chunked'"),
         ("PYAO_MINBYTES", "1", r"variable 'PYAO_MINBYTES'; did you mean 'PYAO_MIN_BYTES'"),
     ],
 )
@@ -123,6 +124,14 @@ def test_a_bad_environment_is_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=message):
         PyAOPlugin()
+
+
+def test_what_earlier_versions_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"activation_memory_budget is 0\.5; this setting was"):
+        PyAOPlugin(activation_memory_budget=0.5)  # type: ignore[call-arg]
+    for text in ("", "off"):  # asks for nothing
+        monkeypatch.setenv("PYAO_ACTIVATION_MEMORY_BUDGET", text)
+        assert PyAOPlugin().config() == PyAOConfig()
 
 
 def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:

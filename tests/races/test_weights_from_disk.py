@@ -149,7 +149,7 @@ def uploads(
     reader._content = whole
     memory = torch.zeros(draw.choice((1, 2, 3, 5)) * PIECE + PAGE_BYTES, dtype=torch.uint8)
     ahead = ReadAhead(memory, PIECE, reader, transport, UploadFigures())
-    sources = [WeightsInFile(file, place, tells_writes=False) for place in file.places]
+    sources = [WeightsInFile(file, place) for place in file.places]
     spans = [
         # A file has a checksum for each MiB: whole blocks, here in spans of a piece of them.
         [*spans_of(0, place.nbytes, 0, PIECE)]

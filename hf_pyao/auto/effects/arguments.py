@@ -81,7 +81,7 @@ def _liger(args: object, config: PyAOConfig) -> Iterator[NoEffect]:
             seen="use_liger_kernel is on too",
             reason="Liger puts a forward of its own in the place of the model's, which computes "
             "the loss from the hidden states and does not call the head",
-            remedy="drop one of the two; Liger's kernel alone: head_loss='liger'",
+            remedy="drop one of the two",
         )
 
 

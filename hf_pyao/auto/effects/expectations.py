@@ -117,7 +117,7 @@ def head_loss(seen: Seen) -> Iterator[NoEffect]:
     """The loss is computed without the logits."""
     mode = seen.config.head_loss
     is_idle = not seen.figures.get("head_loss_num_chunked", 1)
-    if mode not in ("chunked", "liger") or not is_idle:
+    if mode != "chunked" or not is_idle:
         return
     yield NoEffect(
         setting=seen.name("head_loss"),
@@ -145,21 +145,6 @@ def attention_groups(seen: Seen) -> Iterator[NoEffect]:
     )
 
 
-def memory_budget(seen: Seen) -> Iterator[NoEffect]:
-    """A budget that is given reaches compiled code."""
-    is_given = seen.config.activation_memory_budget not in (None, "off")
-    if not is_given or seen.figures.get("memory_budget_num_compiled", 1):
-        return
-    yield NoEffect(
-        setting=seen.name("activation_memory_budget"),
-        expected="compiled layers save a share of what they save by default",
-        seen="nothing of the model is compiled, as far as the model that was attached shows",
-        reason="torch's partitioner, which heeds the budget, runs for compiled code alone",
-        remedy="compile the layers before they are attached (layer.compile()), or set "
-        "checkpoint_every, which does the same for layers that are not compiled",
-    )
-
-
 def layers_that_run_again(seen: Seen) -> Iterator[NoEffect]:
     """Layers run again, if ``checkpoint_every`` is given."""
     refused = seen.notes.get("checkpoint_every")
@@ -181,7 +166,6 @@ EXPECTATIONS: tuple[Expectation, ...] = (
     codec,
     head_loss,
     attention_groups,
-    memory_budget,
     layers_that_run_again,
 )
 """Settings that have an effect of their own beside offloading; the engine itself says where nothing

@@ -20,7 +20,6 @@ from hf_pyao.model.map.module_map import FoundLayers
 
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
-    from hf_pyao.model.compiled.memory_budget import MemoryBudgets
     from hf_pyao.model.head.head_loss import HeadLoss
     from hf_pyao.model.tiles.mlp_proof import Proofs
     from hf_pyao.model.tiles.mlp_tiles import MLPTiles
@@ -43,13 +42,12 @@ class Lever(Protocol):
 
 
 class InstalledParts:
-    """The lifecycle with its hooks, head loss, tiles, groups and memory budgets of one model."""
+    """The lifecycle with its hooks, head loss, tiles and groups of one model."""
 
     def __init__(self) -> None:
         self.head_loss: HeadLoss | None = None
         self.mlp_tiles: MLPTiles | None = None
         self.attention_groups: AttentionGroups | None = None
-        self.memory_budgets: MemoryBudgets | None = None
         self.weights: StreamedLayers | None = None
         self._lifecycle: weakref.ref[Lifecycle] | None = None
 
@@ -106,12 +104,6 @@ class InstalledParts:
 
             self.attention_groups = groups_of(model, found)
             self.attention_groups.set_groups(levers.attention_groups)
-        name = "activation_memory_budget"
-        if levers.activation_memory_budget != "off" or name in may_come:
-            from hf_pyao.model.compiled.memory_budget import MemoryBudgets
-
-            self.memory_budgets = MemoryBudgets(model, found)
-            self.memory_budgets.set_budgets(levers.activation_memory_budget)
         if streaming is not None:
             self.weights = streaming
             streaming.put_on(lifecycle.engine)
@@ -123,8 +115,8 @@ class InstalledParts:
                 yield part.describe()
 
     def of_levers(self) -> tuple[Lever, ...]:
-        """Return what is there of head loss, tiles, groups and memory budgets."""
-        parts = self.head_loss, self.mlp_tiles, self.attention_groups, self.memory_budgets
+        """Return what is there of head loss, tiles and groups."""
+        parts = self.head_loss, self.mlp_tiles, self.attention_groups
         return tuple(part for part in parts if part is not None)
 
     def take_off(self, engine: OffloadEngine) -> None:
@@ -147,7 +139,7 @@ class InstalledParts:
                 self._lifecycle = None
 
     def put_back_forwards(self) -> None:
-        """Put the model's own forwards back: those of head, MLPs, attention and compiled layers."""
+        """Put the model's own forwards back: those of head, MLPs and attention."""
         for part in self.of_levers():
             part.uninstall()
 

@@ -12,7 +12,6 @@ from hf_pyao.levers import Levers
 
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
-    from hf_pyao.model.compiled.memory_budget import MemoryBudgets
     from hf_pyao.model.tiles.mlp_tiles import MLPTiles
 
 
@@ -30,7 +29,6 @@ class LeverSwitch:
         self._lifecycle: weakref.ref[Lifecycle] | None = None
         self._tiles: weakref.ref[MLPTiles] | None = None
         self._groups: weakref.ref[AttentionGroups] | None = None
-        self._budgets: weakref.ref[MemoryBudgets] | None = None
 
     @property
     def levers(self) -> Levers:
@@ -67,13 +65,11 @@ class LeverSwitch:
         lifecycle: Lifecycle,
         tiles: MLPTiles | None,
         groups: AttentionGroups | None = None,
-        budgets: MemoryBudgets | None = None,
     ) -> None:
         """Apply the levers to these parts, now and after each change."""
         self._lifecycle = weakref.ref(lifecycle)
         self._groups = None if groups is None else weakref.ref(groups)
         self._tiles = None if tiles is None else weakref.ref(tiles)
-        self._budgets = None if budgets is None else weakref.ref(budgets)
         self.set(self._wanted)
 
     def set(self, levers: Levers) -> None:
@@ -93,6 +89,3 @@ class LeverSwitch:
         groups = None if self._groups is None else self._groups()
         if groups is not None:
             groups.set_groups(levers.attention_groups)
-        budgets = None if self._budgets is None else self._budgets()
-        if budgets is not None:
-            budgets.set_budgets(levers.activation_memory_budget)

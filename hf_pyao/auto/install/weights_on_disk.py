@@ -62,7 +62,6 @@ class WeightsOnDisk:
         self._transport = transport
         self._let_go = let_go
         self._file: BlockFile | None = None
-        self._tells_writes = False
         self._places: dict[str, BlockPlace] = {}
         """By the layer's qualified name."""
         self._staging: torch.Tensor | None = None
@@ -147,7 +146,7 @@ class WeightsOnDisk:
             return False
         if not is_new and not _has_content(place, masters.content(self._let_go)):
             return False
-        masters.stay_in(WeightsInFile(file, place, tells_writes=self._tells_writes))
+        masters.stay_in(WeightsInFile(file, place))
         return True
 
     def read_ahead(self, found: Sequence[Masters], counts: UploadFigures) -> ReadAhead | None:
@@ -201,7 +200,6 @@ class WeightsOnDisk:
                 "noticed. Set disk_path to None, or raise host_memory_gib.",
                 key="disk-folder",
             )
-        self._tells_writes = True
         self._file = file
         return file
 

@@ -19,7 +19,6 @@ from hf_pyao.model.compiled.compiled_calls import (
     new_context,
 )
 from hf_pyao.model.compiled.fake_backend import fake_backend
-from hf_pyao.model.compiled.memory_budget import base_backend
 from hf_pyao.model.map.module_map import is_made_to_run_again
 from hf_pyao.training_engines import compiled_inner
 
@@ -81,14 +80,12 @@ class CompiledCopies:
 
 
 def _backend_of(by: CompiledBy) -> Any:
-    backend = base_backend(by.backend)
-    return None if backend is None else fake_backend(backend)
+    return None if by.backend is None else fake_backend(by.backend)
 
 
 def _check(what: str, by: CompiledBy) -> None:
     if _backend_of(by) is None:
-        given = base_backend(by.backend)
-        given = getattr(given, "compiler_fn", given)
+        given = getattr(by.backend, "compiler_fn", by.backend)
         name = "one that was not found"
         if given is not None:
             name = getattr(given, "__name__", type(given).__name__)

@@ -60,14 +60,11 @@ def room_for(room: LeverRoom, model: nn.Module, layers: Sequence[str] = ()) -> L
         model: what is trained.
         layers: ``PyAOConfig.layers``.
     """
-    if compiled_part(model) is not None:
-        if room.segments:
-            why = "compiled code saves what it was compiled to save"
-            room = dataclasses.replace(room, segments=False, why_no_segments=why)
-    else:
-        room = dataclasses.replace(room, budgets=False)
     if not room.segments:
         return room
+    if compiled_part(model) is not None:
+        why = "compiled code saves what it was compiled to save"
+        return dataclasses.replace(room, segments=False, why_no_segments=why)
     try:
         check_other_checkpointing(model, 1)
     except ConflictError:

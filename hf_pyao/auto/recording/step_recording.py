@@ -163,7 +163,6 @@ def record_fake_step(
             or bool(layers)
             or levers.checkpoint_every > 1  # longer segments end where the model says
             or (recomputes and keep_last_layers > 1)
-            or isinstance(levers.activation_memory_budget, tuple)
         )
         removed = None if runs_all else (equal_layers or EqualLayers()).remove(model)
         step.let_gradients_go(model)

@@ -282,7 +282,7 @@ class Block:
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
-        samples = [] if self._file_tells else self._samples.take(tensors)
+        samples = [] if self.masters.in_file is not None else self._samples.take(tensors)
         self._seen = (_marks(tensors), samples)
 
     def follow_changes(self) -> None:
@@ -294,19 +294,13 @@ class Block:
         """Say whether the weights on the host were changed since :meth:`note_content`.
 
         By :meth:`has_new_marks`; writes through ``.data`` leave none, and are known by a few
-        elements.
+        elements, or by the system for weights in a file.
         """
         if self.has_new_marks():
             return True
-        in_file = self.masters.in_file
-        if in_file is not None and self._file_tells:
-            return in_file.was_written()
+        if self.masters.in_file is not None:
+            return self.masters.in_file.was_written()
         return self._samples.have_changed(self._on_host(), self._seen[1])
-
-    @property
-    def _file_tells(self) -> bool:
-        """True where writes are known without a look at elements, which would be read from disk."""
-        return self.masters.in_file is not None and self.masters.in_file.tells_writes
 
     def has_new_marks(self) -> bool:
         """Say whether versions or addresses have changed since :meth:`note_content`."""

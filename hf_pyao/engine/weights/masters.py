@@ -158,11 +158,12 @@ class Masters(HostBytes):
     def file_to_read(self) -> WeightsInFile | None:
         """Return the file that uploads read; None: they read :meth:`to_upload`.
 
-        Weights that were changed are in memory from then on.
+        Raises:
+            ConflictError: weights in the file were changed in place in this process.
+            DiskError: the system does not tell whether they were.
         """
         if self.in_file is not None and self.in_file.was_written():
-            self.in_file.tell_of_write(self.layer)
-            self.in_file = None
+            raise changed_in_file(self.layer, self.in_file)
         return self.in_file
 
     def move_back(self) -> None:
@@ -214,6 +215,17 @@ def thawed_weight(name: str) -> ConflictError:
         f"{name!r} requires gradients, and its layer's frozen weights are streamed from the host. "
         "Detach, and attach again: weights that are trained stay on the device.",
         key="streamed-weight-trained",
+    )
+
+
+def changed_in_file(layer: str, in_file: WeightsInFile) -> ConflictError:
+    """Return the error for weights of *layer* that were changed in place, and lie in a file."""
+    return ConflictError(
+        f"frozen weights of layer {layer!r} were changed in place, by a merge of adapters perhaps. "
+        f"They lie in {in_file.file.path}, which other runs read too and which stays as "
+        "it is. Detach, and attach again: a file of the new weights is written then. To change "
+        "them often, raise host_memory_gib, or set disk_path to None.",
+        key="disk-weights-changed",
     )
 
 

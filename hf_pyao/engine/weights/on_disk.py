@@ -1,14 +1,13 @@
 """A layer's frozen weights in a file of blocks: where uploads find them, and whether they still do.
 
 The Parameter objects are views of a private mapping of the file. Whoever reads them
-(``state_dict``, ``save_pretrained``, a merge) reads the file; what is written goes to pages of this
-process's own, and never to the file. Uploads read the file itself, past the page cache, as long as
-nothing was written.
+(``state_dict``, ``save_pretrained``) reads the file; what is written goes to pages of this
+process's own, and never to the file. Uploads read the file itself, past the page cache. So weights
+that were written in place are refused at their next upload.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,9 +15,6 @@ from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace
 from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.private_mapping import PAGEMAP, private_mapping, was_written
-from hf_pyao.errors import warn
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +34,14 @@ class WeightsInFile:
     Args:
         file: the file.
         place: the layer's block in it.
-        tells_writes: the system tells of writes to the mapping
-            (:func:`~hf_pyao.engine.stores.private_mapping.tells_writes`).
 
     Raises:
         OSError: the system refuses the mapping.
     """
 
-    def __init__(self, file: BlockFile, place: BlockPlace, *, tells_writes: bool) -> None:
+    def __init__(self, file: BlockFile, place: BlockPlace) -> None:
         self.file = file
         self.place = place
-        self.tells_writes = tells_writes
         self.memory = private_mapping(file, place)
         """What the parameters are views of: uint8, shape (nbytes,)."""
         self.may_be_in_memory = False
@@ -65,7 +58,7 @@ class WeightsInFile:
             DiskError: the system does not tell, such as when all descriptors are in use.
         """
         try:
-            return self.tells_writes and was_written(self.memory)
+            return was_written(self.memory)
         except OSError as cause:
             raise disk_error(
                 "use",
@@ -80,18 +73,6 @@ class WeightsInFile:
         if self.may_be_in_memory:
             self.may_be_in_memory = False
             MappedFiles().let_go(self.memory)
-
-    def tell_of_write(self, layer: str) -> None:
-        """Say that the weights of *layer* are in memory from now on."""
-        warn(
-            logger,
-            "disk-weights-changed",
-            "frozen weights of layer %r were changed. They are on a disk, in a file that other "
-            "runs use too and that stays as it is: this process has them in memory from now on "
-            "(up to %.3f GiB that host_memory_gib does not count).",
-            layer,
-            self.place.nbytes / 2**30,
-        )
 
 
 def spans_of(first: int, nbytes: int, start: int, most_bytes: int) -> Iterator[Span]:

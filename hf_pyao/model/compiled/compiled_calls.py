@@ -1,20 +1,16 @@
-"""By which backend ``torch.compile`` has compiled a module, and exchanging that backend.
+"""By which backend ``torch.compile`` has compiled a module.
 
 [Note: Compiled calls] A module is compiled in one of three places: ``module.compile()`` leaves a
 compiled ``_call_impl`` in it, ``torch.compile(module)`` a wrapper around it, and
 ``module.forward = torch.compile(module.forward)`` a compiled function in its place. Each holds one
 of torch's compile contexts, which knows the backend. torch has no public way to ask for that. What
 is read is listed in :func:`_context_of`. Where nothing is found there, the module counts as
-compiled by an unknown backend, and nobody exchanges it.
-
-Exchanging a backend compiles the same Python code again, beside the code that is there. torch looks
-up compiled code by its backend, so that putting the backend back needs no compilation.
+compiled by an unknown backend.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -52,45 +48,10 @@ class CompiledCall:
 
     path: str
     """Its qualified name in the model that was searched; empty: the model."""
-    ref: weakref.ref[nn.Module]
-    """It; in a wrapper, the wrapper. Held weakly: who changes a model is owned by it."""
+    module: nn.Module
+    """It; in a wrapper, the wrapper."""
     place: Place
-    code: Any
-    """What holds its compiled code: a function, or the context of a wrapper."""
     by: CompiledBy
-
-    @property
-    def module(self) -> Any:
-        """The module, or its wrapper; None once it is gone."""
-        return self.ref()
-
-    def use(self, context: Any) -> None:
-        """Have the module's graphs compiled by a :func:`new_context` from its next call on."""
-        module = self.module
-        if module is None:
-            return
-        if self.place is Place.IN_PLACE:
-            self._set(context(module._call_impl))
-        elif self.place is Place.FORWARD:
-            self._set(context(self.code._torchdynamo_orig_callable))
-        else:
-            self._set(context)
-
-    def put_back(self) -> None:
-        """Have the module run the code that was found. Twice is fine."""
-        self._set(self.code)
-
-    def _set(self, code: Any) -> None:
-        module = self.module
-        if module is None:
-            return
-        if self.place is Place.IN_PLACE:
-            module._compiled_call_impl = code
-        elif self.place is Place.FORWARD:
-            module.forward = code
-        elif module.dynamo_ctx is not code:
-            module.dynamo_ctx = code
-            module._initialize()
 
 
 def compiled_calls(model: nn.Module) -> Iterator[CompiledCall]:
@@ -99,15 +60,15 @@ def compiled_calls(model: nn.Module) -> Iterator[CompiledCall]:
         attributes = module.__dict__
         if COMPILED.wraps(module):
             context = attributes.get("dynamo_ctx")
-            yield _found(path, module, Place.WRAPPER, context, context)
+            yield _found(path, module, Place.WRAPPER, context)
             continue
         if attributes.get("_compiled_call_impl") is not None:
             function = attributes["_compiled_call_impl"]
-            yield _found(path, module, Place.IN_PLACE, function, _context_of(function))
+            yield _found(path, module, Place.IN_PLACE, _context_of(function))
         forward = attributes.get("forward")
         is_disabled = getattr(forward, "_torchdynamo_disable", False)
         if hasattr(forward, "_torchdynamo_orig_callable") and not is_disabled:
-            yield _found(path, module, Place.FORWARD, forward, _context_of(forward))
+            yield _found(path, module, Place.FORWARD, _context_of(forward))
 
 
 def new_context(backend: Backend, options: Mapping[str, Any]) -> Any:
@@ -146,16 +107,14 @@ def alone(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **({"isolate_recompiles": True} if is_known else {})}
 
 
-def _found(path: str, module: nn.Module, place: Place, code: Any, context: Any) -> CompiledCall:
+def _found(path: str, module: nn.Module, place: Place, context: Any) -> CompiledCall:
     options: dict[str, Any] = {
         "dynamic": getattr(context, "_dynamic", None),
         "nopython": bool(getattr(context, "fullgraph", False)),
     }
     if getattr(context, "_isolate_recompiles_id", -1) != -1:
         options["isolate_recompiles"] = True
-    return CompiledCall(
-        path, weakref.ref(module), place, code, CompiledBy(_backend_in(context), options)
-    )
+    return CompiledCall(path, module, place, CompiledBy(_backend_in(context), options))
 
 
 def _context_of(function: Any) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hf_pyao.model.head.callers import caller_outside
 from hf_pyao.model.head.counts import Counts
 from hf_pyao.model.head.lazy_outputs import read_lazily, replace_deferred
-from hf_pyao.model.head.liger import liger_can, liger_loss
 from hf_pyao.model.head.output_head import (
     PLAIN,
     NotUnderstood,
@@ -73,7 +72,6 @@ class HeadForward:
     """Runs training forwards, and counts. Several threads may run them at a time.
 
     Args:
-        use_liger: compute the loss by Liger's kernel where it can.
         chunk_tokens: most tokens per chunk; None: as many as fit the budget.
         budget_bytes: bytes that one chunk may take; None: by the device.
         stand_back: told why a forward keeps the model's own loss.
@@ -84,7 +82,6 @@ class HeadForward:
     def __init__(
         self,
         *,
-        use_liger: bool,
         chunk_tokens: int | None,
         budget_bytes: int | None,
         stand_back: Callable[[str], None],
@@ -98,7 +95,6 @@ class HeadForward:
         """How the last loss was cut."""
         self.smoothings = Smoothings()
         """What to add to losses that the model takes unsmoothed."""
-        self._use_liger = use_liger
         self._chunk_tokens = chunk_tokens
         self._budget_bytes = budget_bytes
         self._stand_back = stand_back
@@ -183,8 +179,6 @@ class HeadForward:
         if run.smoothing is not None and not request.label_smoothing:
             request = dataclasses.replace(request, label_smoothing=run.smoothing.epsilon)
             run.smoothing.note_applied()
-        if self._use_liger and call.head.is_linear and liger_can(request):
-            return liger_loss(hidden, inner.weight, inner.bias, request)
         chunk_tokens = self._plan(call, hidden, request)
         expected = _expected_factor(run, request)
         if not call.head.is_linear:

@@ -20,7 +20,6 @@ from torch import nn
 from hf_pyao.config import HEAD_LOSS_NAMES
 from hf_pyao.errors import ConfigError, unknown_name, warn
 from hf_pyao.model.head.head_forward import HeadForward, output_embeddings
-from hf_pyao.model.head.liger import check_liger
 from hf_pyao.model.head.output_head import NotUnderstood, understand_head
 from hf_pyao.model.head.smoothing import Smoothing
 from hf_pyao.model.map.wrappers import unwrap_model, wrapped_module
@@ -33,6 +32,7 @@ from hf_pyao.model.patching.lasting_forward import (
     give_back,
     is_exchanged,
 )
+from hf_pyao.settings.removed import refuse_removed
 from hf_pyao.training_engines import compiled_inner, is_compiled_in_place
 
 logger = logging.getLogger(__name__)
@@ -62,21 +62,19 @@ def install_head_loss(
     Args:
         model: a transformers model with an output head, wrapped or not.
         mode: ``"auto"`` (in chunks where the head is understood), ``"chunked"`` (the same, with a
-            warning instead of a note where it is not), ``"liger"`` (Liger's kernel), or ``"off"``.
+            warning instead of a note where it is not), or ``"off"``.
         chunk_tokens: most tokens per chunk; None: as many as *budget_bytes* hold.
         budget_bytes: bytes that one chunk may take; None: a 24th of the device's memory, between
             256 MiB and 2 GiB, or 512 MiB on a CPU.
         without_gradients: also where gradients are off, as in the passes of zeroth order.
 
     Raises:
-        ConfigError: an unknown mode, ``"liger"`` without the package or a GPU, or a handle with
-            other settings is installed already.
+        ConfigError: an unknown mode, or a handle with other settings is installed already.
         ConflictError: *model* is wrapped in ``nn.DataParallel``.
     """
+    refuse_removed("head_loss", "mode", mode)
     if mode not in HEAD_LOSS_NAMES:
         raise unknown_name("head_loss", mode, HEAD_LOSS_NAMES)
-    if mode == "liger":
-        check_liger()
     handle = HeadLoss(
         model,
         mode,
@@ -155,7 +153,6 @@ class HeadLoss(LeftBehind):
         self._labels_position = 0
         self._notes = _Notes(type(unwrap_model(model)).__name__, mode)
         self._head_forward = HeadForward(
-            use_liger=mode == "liger",
             chunk_tokens=chunk_tokens,
             budget_bytes=budget_bytes,
             stand_back=self._notes.stand_back,

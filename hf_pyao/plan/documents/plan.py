@@ -14,6 +14,7 @@ from hf_pyao.errors import ConfigError, nearest, unknown_name
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanError, PlanFacts, facts_of_version_1
 from hf_pyao.plan.documents.schema import JsonDocument
+from hf_pyao.settings.removed import REMOVED_SETTINGS, removed
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 2
@@ -140,6 +141,8 @@ class Plan(JsonDocument):
     def _check_levers(self) -> None:
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
         for name, value in self.levers.items():
+            if name in REMOVED_SETTINGS or removed(name, value):
+                continue  # of an earlier version: who is to follow it refuses it
             if name not in Levers.names():
                 raise PlanError(
                     f"the plan's levers: {unknown_name('lever', name, Levers.names())}",

@@ -24,6 +24,7 @@ from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.solve.optimal import bound_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
+from hf_pyao.settings.removed import REMOVED_SETTINGS
 
 SOURCE = "policy auto"
 
@@ -230,7 +231,11 @@ class _Reasons:
 
 def described_levers(plan: Plan) -> str:
     """Say in words what changes the step itself; empty if nothing does, or it is not known."""
-    levers = {name: value for name, value in plan.levers.items() if value is not None}
+    levers = {
+        name: value
+        for name, value in plan.levers.items()
+        if value is not None and name not in REMOVED_SETTINGS
+    }
     return Levers(**levers).describe()
 
 

@@ -22,8 +22,6 @@ class LeverRoom:
     """The number of tiles."""
     groups: bool = False
     """``attention_groups``, ``"auto"`` where they are off."""
-    budgets: bool = False
-    """``activation_memory_budget`` of compiled layers."""
     longest_segment: int | None = None
     """Most layers of a segment; None: half of the model's."""
     why_no_segments: str = ""

@@ -40,10 +40,6 @@ RUNS_AGAIN = 0.5
 """Least share of the layers' forward that running again takes: the products at the end of each are
 not repeated, since nothing asks for what they return."""
 
-BUDGETS = (0.75, 0.5, 0.25, 0.0)
-"""Memory budgets of compiled layers that are looked at. Neither time nor peak is monotone in the
-budget: what runs again in backward has temporary tensors too. So each is recorded."""
-
 PlannerWith = Callable[[Levers], Planner]
 """Records the step with other levers, and returns its planner; raises LeversRefusedError."""
 
@@ -128,8 +124,6 @@ class _Search:
         configured = self._look(self._given)
         assert configured.planner is not None
         self._look_at_groups()
-        if self._choice.room.budgets:
-            self._look_at_budgets()
         if self._choice.room.segments:
             self._look_at_segments()
         if self._choice.room.tiles:
@@ -277,38 +271,6 @@ class _Search:
                     )
             length *= 2
 
-    def _look_at_budgets(self) -> None:
-        """Look at budgets of all compiled layers, then at the best of them in a part of the layers.
-
-        The first layers are that part: their backward comes last, when the least is held.
-        """
-        for budget in BUDGETS:
-            if self._is_good_enough():
-                return
-            self._look(dataclasses.replace(self._given, activation_memory_budget=budget))
-        near = self._chosen()
-        best, num_layers = near.levers.activation_memory_budget, self._num_layers
-        if not near.fits or not isinstance(best, float):
-            return
-        step = num_layers / 2
-        num_first = step
-        while step >= max(1.0, num_layers / 8) and not self._is_good_enough():
-            first = (best,) * round(num_first)
-            rest = (1.0,) * (num_layers - len(first))
-            if not first or not rest:
-                return
-            found = self._look(
-                dataclasses.replace(near.levers, activation_memory_budget=(*first, *rest))
-            )
-            if found.planner is None:
-                return
-            step /= 2
-            num_first += -step if found.fits else step
-
-    @property
-    def _num_layers(self) -> int:
-        return self._choice.configured.program.num_layers
-
     def _look_at_groups(self) -> None:
         """Look at attention in groups, with what is best so far, where its kernels take much."""
         near = self._chosen()
@@ -377,8 +339,7 @@ class _Search:
     def _reason(self, configured: LookedAt, chosen: LookedAt) -> str:
         """Say why the levers are what they are."""
         room = self._choice.room
-        looks = room.segments or room.tiles or room.budgets
-        if not looks and (not room.groups or chosen is configured):
+        if not (room.segments or room.tiles) and (not room.groups or chosen is configured):
             why = room.why_no_segments
             return f"layers do not run again as a whole: {why}" if why else ""
         if chosen is configured:

@@ -15,6 +15,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
+from hf_pyao.settings.removed import REMOVED_SETTINGS, removed
 from hf_pyao.text import Labels, echo
 
 
@@ -22,15 +23,12 @@ def free_levers(config: PyAOConfig) -> frozenset[str]:
     """Return the levers that a plan may set for *config*, since they were left open.
 
     A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
-    change the order of sums. So is a memory budget of compiled code, which may round elsewhere. The
-    loss is never free.
+    change the order of sums. The loss is never free.
     """
     if config.policy not in ("auto", "plan") and not isinstance(config.policy, PlanPolicy):
         return frozenset()
     found = {"mlp_tiles"} if config.effective().mlp_tiles == "auto" else set()
     found |= {"attention_groups"} & config.left_open
-    if config.effective().activation_memory_budget == "auto":
-        found |= {"activation_memory_budget"}
     if "checkpoint_every" in config.left_open and not config.recompute_modules:
         found |= {"checkpoint_every"}
         found |= {"checkpoint_nested", "save_attention"} & config.left_open
@@ -64,6 +62,15 @@ def levers_of_plan(plan: Plan, given: GivenLevers) -> Levers:
     settings = given.levers.settings()
     found = dict(settings)
     for name, value in plan.levers.items():
+        gone = removed(name, value)
+        if gone is not None:
+            raise PlanError(
+                f"the plan was made by an earlier version: {gone.said_of(name, value)} Then make "
+                "a plan for this configuration (delete the one that is kept).",
+                key="plan-other-settings",
+            )
+        if name in REMOVED_SETTINGS:  # it was off
+            continue
         planned = SETTINGS[name].kind.check(name, value)
         if planned is None or planned == settings[name]:
             continue

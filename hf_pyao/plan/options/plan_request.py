@@ -375,6 +375,5 @@ def _room_of(config: PyAOConfig, given: GivenLevers) -> LeverRoom:
         attention="save_attention" in free,
         tiles="mlp_tiles" in free,
         groups="attention_groups" in free,
-        budgets="activation_memory_budget" in free,
         why_no_segments=why,
     )

@@ -140,11 +140,10 @@ CHAPTER = Chapter(
         ),
         Entry(
             "disk-weights-changed",
-            "Frozen weights that lie on a disk were changed, as by a merge of adapters. The file "
-            "stays as it is, since other runs read it; this process has the changed pages in "
-            "memory, which host_memory_gib does not count.",
+            "Frozen weights that lie on a disk were changed in place, as by a merge of adapters. "
+            "The file stays as it is, since other runs read it.",
             "Merge after `detach()`, on a machine that has the memory, or merge a copy of the "
-            "model that was loaded elsewhere.",
+            "model that was loaded elsewhere. To train with the changed weights, attach again.",
         ),
         Entry(
             "codec-without-triton",

@@ -56,13 +56,6 @@ CHAPTER = Chapter(
             "Use `attn_implementation='sdpa'` and 16-bit tensors, or drop `attention_groups`.",
         ),
         Entry(
-            "memory-budget",
-            "`activation_memory_budget` has one number for each layer, and this model has another "
-            "number of layers, or is compiled as a whole.",
-            "Give one number for all layers, or as many as there are. Compile the layers one by "
-            "one (`layer.compile()`).",
-        ),
-        Entry(
             "logits-after-change",
             "`outputs.logits` was read after the optimizer step, and the logits of the forward "
             "can no longer be computed.",

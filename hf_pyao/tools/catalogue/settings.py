@@ -26,9 +26,9 @@ CHAPTER = Chapter(
         ),
         Entry(
             "setting-removed",
-            "The setting existed in an earlier version.",
-            "The message names what replaces it. Remove the old name from flags, environment "
-            "and files.",
+            "The setting, or this value of it, existed in an earlier version.",
+            "The message says what to do instead. Remove what is gone from flags, environment and "
+            "files.",
         ),
         Entry(
             "setting-missing",

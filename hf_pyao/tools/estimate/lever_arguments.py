@@ -14,10 +14,7 @@ OFF, AUTO = "off", "auto"
 HEAD_LOSSES = ("off", "chunked")
 """Of the names that ``head_loss`` takes, those that a step on fake tensors can run."""
 
-LEVER_NAMES = (
-    "long_context",
-    *(name for name in Levers.names() if name != "activation_memory_budget"),
-)
+LEVER_NAMES = ("long_context", *Levers.names())
 """Fields of the configuration that these options stand for. Estimates are of models that are not
 compiled."""
 

@@ -15,6 +15,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
+from hf_pyao.settings.removed import removed
 from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
@@ -405,9 +406,13 @@ def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:
     config = lever_config_of(args, **more)
     if not args.source.endswith(".json"):
         return config
-    names = Levers.names()
-    known = {name: value for name in names if (value := profile.settings.get(name)) is not None}
-    return PyAOConfig.from_dict({**more, **known})
+    for name, value in profile.settings.items():
+        gone = removed(name, value)
+        if gone is not None:
+            say(f"pyao plan: the profile is of an earlier version: {gone.said_of(name, value)}")
+        elif name in Levers.names() and value is not None:
+            more[name] = value
+    return PyAOConfig.from_dict(more)
 
 
 def _recorded(args: argparse.Namespace, training: FakeTraining, levers: Levers) -> StepProgram:

@@ -169,11 +169,6 @@ CASES: dict[str, tuple[Callable[[], Sequence[NoEffect]], str, str]] = {
         "head_loss='chunked'",
         "outside of the model",
     ),
-    "activation_memory_budget without compiled code": (
-        lambda: facts_of(llama(), activation_memory_budget=0.5),
-        "activation_memory_budget=0.5",
-        "compiled code alone",
-    ),
     "attention_groups without flash attention": (
         lambda: facts_of(llama(attn_implementation="eager"), attention_groups=2),
         "attention_groups=2",

@@ -27,7 +27,7 @@ from hf_pyao.auto.offloader import Offloader
 from hf_pyao.engine.stores.disk_files import is_direct
 from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.errors import ConfigError, DiskError
+from hf_pyao.errors import ConfigError, ConflictError, DiskError
 from tests.helpers import FunctionLayer, Stack, tiny_batch
 from tests.helpers.adapters import tiny_lora
 from tests.helpers.disks import (
@@ -464,7 +464,7 @@ def test_state_dict_and_files_have_the_weights(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_merge_stays_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_merge_is_refused_until_it_is_attached_again(tmp_path: Path) -> None:
     plain_model, model = tiny_lora("llama"), tiny_lora("llama")
     with attached(model, tmp_path):
         (file,) = files_of(tmp_path)
@@ -473,22 +473,25 @@ def test_a_merge_stays_in_this_process(tmp_path: Path, caplog: pytest.LogCapture
             each(**tiny_batch(0)).loss.backward()
             assert isinstance(each, PeftModel)
             each.merge_adapter()
+        with pytest.raises(ConflictError, match="changed in place.*Detach, and attach again") as it:
+            model(**tiny_batch(1))
+        assert str(file) in str(it.value)
+    assert file.read_bytes() == content
+    with attached(model, tmp_path):
         found, expected = (each(**tiny_batch(1)).loss for each in (model, plain_model))
         assert torch.equal(found, expected)
-        assert file.read_bytes() == content
-    assert "disk-weights-changed" in caplog.text
     assert file.read_bytes() == content
 
 
-def test_writes_that_leave_no_version_are_known(tmp_path: Path) -> None:
-    plain_model, model = frozen_stack(), frozen_stack()
+def test_writes_that_leave_no_version_are_refused(tmp_path: Path) -> None:
+    model = frozen_stack()
     with attached(model, tmp_path):
-        assert same(step(model), step(plain_model))
-        for each in (plain_model, model):
-            for parameter in each.parameters():
-                if parameter.dim() > 1:
-                    parameter.data[3, 5] += 1.0
-        assert same(step(model), step(plain_model))
+        step(model)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data[3, 5] += 1.0
+        with pytest.raises(ConflictError, match="changed in place"):
+            step(model)
 
 
 def test_what_is_in_flight_is_bounded(tmp_path: Path) -> None:

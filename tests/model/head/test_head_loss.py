@@ -6,8 +6,6 @@ import copy
 import inspect
 import logging
 import pickle
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -473,7 +471,7 @@ def test_off_does_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [("chunk", "did you mean 'chunked'"), ("liger", "needs the package|needs a GPU")],
+    [("chunk", "did you mean 'chunked'"), ("liger", "removed in version .*Choose 'chunked'")],
 )
 def test_wrong_modes(mode: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -578,69 +576,6 @@ def test_metrics_and_description_name_the_chunks() -> None:
     assert metrics["head_loss_chunk_tokens"] == CHUNK
     assert metrics["head_loss_chunk_bytes"] > CHUNK * VOCAB * 8
     assert "51 tokens in 4 chunks of up to 16" in handle.describe()
-
-
-# ---- Liger ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Put a module in the place of liger-kernel's functional one, and a GPU's."""
-    calls: list[dict[str, Any]] = []
-
-    def fused(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        calls.append({"softcap": softcap, "accum_dtype": accum_dtype, "reduction": reduction})
-        logits = F.linear(hidden, weight, bias)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return F.cross_entropy(
-            logits.float(),
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-
-    functional = types.ModuleType("liger_kernel.transformers.functional")
-    functional.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, functional.__name__, functional)
-    monkeypatch.setattr("hf_pyao.model.head.head_loss.check_liger", lambda: None)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("name", "softcap", "is_liger"),
-    [("llama", None, True), ("phi", None, True), ("gemma2", 5.0, True), ("granite", None, False)],
-)
-def test_liger_computes_what_it_can_and_chunks_the_rest(
-    name: str, softcap: float | None, is_liger: bool, liger_calls: list[dict[str, Any]]
-) -> None:
-    mine, own = pair(name, torch.float64)
-    handle = install(mine, "liger")
-    assert_same_step(mine, own, 1e-12, **make_batch())
-    assert handle.metrics()["head_loss_num_chunked"] == 1
-    expected = {"softcap": softcap, "accum_dtype": None, "reduction": "mean"}
-    assert liger_calls == ([expected] if is_liger else [])
-    assert handle.metrics()["head_loss_num_chunks"] == (0 if is_liger else 4)
-
-
-def test_liger_sums_half_precision_gradients_in_float32(liger_calls: list[dict[str, Any]]) -> None:
-    model = make_model("llama", torch.bfloat16)
-    install(model, "liger")
-    model(**make_batch()).loss.backward()
-    assert liger_calls[0]["accum_dtype"] == torch.float32
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "qwen2"])

@@ -103,10 +103,7 @@ def test_words_for_titles() -> None:
     )
     nested = Levers(checkpoint_every=2, checkpoint_nested=True)
     assert nested.describe() == "2 layers run again one by one"
-    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {
-        "activation_memory_budget",
-        "checkpoint_nested",
-    }
+    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {"checkpoint_nested"}
     assert NO_LEVERS.given() == {}
 
 
@@ -173,7 +170,6 @@ def test_what_long_context_implies_is_chosen(
         "checkpoint_nested": False,
         "save_attention": False,
         "attention_groups": "auto",
-        "activation_memory_budget": "off",
     }
     out = capsys.readouterr().out
     assert "layers do not run again as a whole" in out and "levers that were looked at" in out

@@ -32,6 +32,18 @@ def planned(*arguments: str, path: Path) -> Plan:
     return Plan.from_json_file(path)
 
 
+def test_a_profile_of_version_0_1_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says which of its settings are gone."""
+    profile = Path(__file__).parents[2] / "plan" / "documents" / "version_0_1"
+    given = (str(profile / "budget_profile.json"), "--device-memory", "1GiB")
+    plan = planned(*given, path=tmp_path / "plan.json")
+    assert "activation_memory_budget" not in plan.levers
+    lines = "".join(capsys.readouterr()).splitlines()
+    assert sum("activation_memory_budget is 0.5; this setting was" in each for each in lines) == 1
+
+
 @pytest.mark.thorough
 def test_a_profile_is_planned_for_within_its_memory(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

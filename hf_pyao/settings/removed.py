@@ -1,0 +1,108 @@
+"""What earlier versions had among the settings, and what to do instead: the one table of it.
+
+Errors of the configuration, flags, environment variables, files and plans are made of it, and a
+table in TROUBLESHOOTING.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hf_pyao.errors import ConfigError
+from hf_pyao.text import echo
+
+C = TypeVar("C", bound=type)
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A setting of earlier versions, or a value of a setting."""
+
+    setting: str
+    version: str
+    """The first one without it."""
+    instead: str
+    """What to do, as a sentence."""
+    value: str | None = None
+    """The value that is gone; None: the whole setting."""
+
+    def said_of(self, label: str, value: object) -> str:
+        """Return what messages say where it is given.
+
+        Args:
+            label: how messages call the setting.
+            value: as it was given.
+        """
+        what = "this setting" if self.value is None else "this value"
+        gone = f"{what} was removed in version {self.version}"
+        return f"{label} is {echo(value)}; {gone}. {self.instead}"
+
+
+REMOVED = (
+    Removed(
+        "copy_streams",
+        "0.1.0",
+        "It served comparisons alone: remove it, and pass "
+        "attach(model, config, transport=StreamTransport(copy_streams=1)) where one is made.",
+    ),
+    Removed(
+        "activation_memory_budget",
+        "0.2.0",
+        "Set torch's own, torch._functorch.config.activation_memory_budget, to a number from 0 to "
+        "1 before compiled layers run first: it holds for all of them, and plans heed it.",
+    ),
+    Removed(
+        "head_loss",
+        "0.2.0",
+        "Choose 'chunked', which needs no further package, or 'off' beside Liger's own loss "
+        "(TrainingArguments(use_liger_kernel=True), or liger_kernel.transformers.apply_liger_"
+        "kernel_to_llama() and its like).",
+        value="liger",
+    ),
+)
+REMOVED_SETTINGS = frozenset(each.setting for each in REMOVED if each.value is None)
+"""Names of settings that are gone as a whole."""
+
+
+def removed(name: str, value: object) -> Removed | None:
+    """Return the row of a setting that is given *value*; None if it is in force, or not given.
+
+    None and ``"off"`` ask for nothing: files of earlier versions have them.
+    """
+    if value is None or value == "off":
+        return None
+    found = (r for r in REMOVED if r.setting == name and r.value in (None, value))
+    return next(found, None)
+
+
+def refuse_removed(name: str, label: str, value: object) -> None:
+    """Refuse a setting, or a value of one, that earlier versions had.
+
+    Args:
+        name: of the setting.
+        label: how messages call it.
+        value: as it was given.
+
+    Raises:
+        ConfigError: says since when it is gone, and what to do instead.
+    """
+    gone = removed(name, value)
+    if gone is not None:
+        raise ConfigError(gone.said_of(label, value), key="setting-removed")
+
+
+def refuses_removed(cls: C) -> C:
+    """Have a dataclass of settings refuse, as it is made, arguments that earlier versions took."""
+    make: Callable[..., None] = vars(cls)["__init__"]
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        for name in REMOVED_SETTINGS.intersection(settings):
+            refuse_removed(name, name, settings.pop(name))
+        make(self, *args, **settings)
+
+    type.__setattr__(cls, "__init__", __init__)
+    return cls
