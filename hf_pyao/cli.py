@@ -53,20 +53,28 @@ NUMA and versions. Say what to change, and which way to train is fastest here. C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2: something asked for cannot be)."""
+    """Run the command line; return its exit status.
+
+    2: something that was asked for cannot be; 130: Ctrl-C.
+    """
     from hf_pyao.tools.old_commands import renamed
 
     words = renamed(sys.argv[1:] if argv is None else argv)
     if not words:  # what there is to ask
         say(f"{DESCRIPTION}\npyao COMMAND --help lists the options of a command.")
         return 0
-    args = make_parser().parse_args(words)
-    run: Callable[[argparse.Namespace], int] = args.run
     try:
+        args = make_parser().parse_args(words)
+        run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except PyAOError as error:
         say(f"pyao: {one_line(str(error))}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        say("pyao: interrupted", sys.stderr)
+        if argv is None:  # a process of its own, whose orderly end takes seconds with torch
+            os._exit(130)
+        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return 0
