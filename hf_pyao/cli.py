@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         say("pyao: interrupted", sys.stderr)
-        if argv is None:  # a process of its own, whose orderly end takes seconds with torch
+        if argv in (None, sys.argv[1:]):  # a process of its own, which torch takes seconds to end
             os._exit(130)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -210,9 +210,10 @@ def _report(args: argparse.Namespace) -> int:
 
     documents = [read_named_document(path) for path in args.files]
     if args.output is None:
-        from hf_pyao.tools.report.tables import markdown_of
+        from hf_pyao.tools.report.terminal import show
 
-        say("\n".join(markdown_of(document) for document in documents))
+        for document in documents:
+            show(document)
         return 0
     if any(os.path.abspath(args.output) == os.path.abspath(path) for path in args.files):
         raise PyAOError(
