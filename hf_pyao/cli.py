@@ -54,22 +54,30 @@ NUMA and versions. Say what to change, and which way to train is fastest here. C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2: something asked for cannot be)."""
+    """Run the command line; return its exit status.
+
+    2: something that was asked for cannot be; 130: Ctrl-C.
+    """
     from hf_pyao.tools.old_commands import renamed
 
     words = renamed(sys.argv[1:] if argv is None else argv)
     if not words:  # what there is to ask
         say(f"{DESCRIPTION}\npyao COMMAND --help lists the options of a command.")
         return 0
-    args = make_parser().parse_args(words)
-    run: Callable[[argparse.Namespace], int] = args.run
-    # As it is imported it warns of what the host's processor lacks, which no command uses.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
+        args = make_parser().parse_args(words)
+        run: Callable[[argparse.Namespace], int] = args.run
+        # As it is imported it warns of what the host's processor lacks, which no command uses.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         return run(args)
     except PyAOError as error:
         say(f"pyao: {one_line(str(error))}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        say("pyao: interrupted", sys.stderr)
+        if argv in (None, sys.argv[1:]):  # a process of its own, which torch takes seconds to end
+            os._exit(130)
+        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return 0
@@ -205,9 +213,10 @@ def _report(args: argparse.Namespace) -> int:
 
     documents = [read_named_document(path) for path in args.files]
     if args.output is None:
-        from hf_pyao.tools.report.tables import markdown_of
+        from hf_pyao.tools.report.terminal import show
 
-        say("\n".join(markdown_of(document) for document in documents))
+        for document in documents:
+            show(document)
         return 0
     if any(os.path.abspath(args.output) == os.path.abspath(path) for path in args.files):
         raise PyAOError(

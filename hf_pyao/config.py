@@ -395,6 +395,13 @@ class PyAOConfig:
         """The fields that are not given, which are those that are None."""
         return frozenset(name for name in SETTINGS if getattr(self, name) is None)
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The policy, and the other fields whose values are not their defaults."""
+        default = vars(PyAOConfig())
+        values = {name: getattr(self, name) for name in SETTINGS}
+        return {n: v for n, v in values.items() if n == "policy" or v != default[n]}
+
     def effective(self) -> EffectiveConfig:
         """Return the configuration with the implied value in each field that was left open.
 

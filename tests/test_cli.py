@@ -55,6 +55,17 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert "usage: pyao" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_a_command_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_plan", interrupted)
+    assert cli.main(["plan", "opt:tiny"]) == 130
+    assert capsys.readouterr() == ("", "pyao: interrupted\n")
+
+
 # ---- report --------------------------------------------------------------------------------------
 
 

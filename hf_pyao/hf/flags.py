@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_pyao.config import PyAOConfig
 from hf_pyao.settings.setting import Setting
 
 PREFIX = "activation_offload_"
@@ -23,6 +24,12 @@ def flag_of(name: str) -> str:
 def flag_text(name: str) -> str:
     """Return the flag as a command line has it."""
     return f"--{flag_of(name)}"
+
+
+def flags_of(config: PyAOConfig) -> str:
+    """Return the flags of a script that trains with *config*."""
+    words = [f"{flag_text(name)} {value}" for name, value in config.given.items()]
+    return " ".join(["--activation_offload", *words])
 
 
 def flag_metadata(setting: Setting) -> Mapping[str, Any]:

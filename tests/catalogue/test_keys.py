@@ -38,7 +38,7 @@ FOREIGN = {
     ("model/tiles/weight_sums.py", "NeedsValuesError"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
-    ("tools/advise/redirected_writes.py", "FileExistsError"): "as os.mkdir itself would",
+    ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",
     ("tools/advise/script_watch.py", "EnoughSeen"): "ends the script that is looked at",
     ("tools/bench/board_peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/methods.py", "MethodUnavailable"): "a row of the result",

@@ -44,6 +44,7 @@ TRIGGERED_BY = {
     "weights-stay": "tests/auto/install/test_rearranged_streaming.py::test_what_the_host_has_no_room_for_stays",
     "weights-streamed-late": "tests/auto/install/test_rearranged_streaming.py::test_what_the_device_has_no_room_for_is_streamed",
     "zeroth-order-loss": "tests/auto/zeroth_order/test_step.py::test_a_loss_that_is_not_finite_changes_nothing",
+    "writes-not-forbidden": "tests/tools/advise/test_advise.py::test_a_system_that_cannot_forbid_to_write_is_refused_before_the_script_runs",
 }
 """Key -> a test, or a case of one, in whose run its message comes; ``conftest.py`` watches it."""
 

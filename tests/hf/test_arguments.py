@@ -267,8 +267,6 @@ def test_flags_of_earlier_versions_are_refused_by_name(gone: Removed) -> None:
     message = f"--{flag} is '{value}'; this .* was removed in version {gone.version}"
     with pytest.raises(ConfigError, match=message):
         parse("--activation_offload", f"--{flag}", value)
-    with pytest.raises(ConfigError, match=message):
-        SFTWithOffload("out", use_cpu=True, bf16=False, activation_offload=True, **{flag: value})
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.errors import ConfigError
-from hf_pyao.hf.flags import flag_text
+from hf_pyao.hf.flags import flags_of
 from hf_pyao.hf.micro_batch.memory_beside import states_share
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError, or_refuse
 from hf_pyao.model.fake_cuda.cuda_choices import choices_of_cuda
@@ -62,8 +63,9 @@ CANDIDATES = (
 )
 """Settings that are predicted."""
 
-SHARES = (0.7, 0.45)
-"""Policy ``auto`` is predicted also within these shares of the memory that it could have."""
+SHARES = (0.0, 0.5)
+"""Policy ``auto`` is predicted also within the least memory that it needs, and half way to what it
+could have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +81,15 @@ class AdvisedSetting:
         return self.plan.reserved_bytes or self.plan.peak_bytes
 
     @property
-    def fields(self) -> dict[str, object]:
-        """The fields of the configuration that are given."""
-        return {"policy": self.config.policy, **_beside_policy(self.config)}
-
-    @property
     def flags(self) -> str:
         """The setting as flags of a script that uses ``PyAOTrainingArguments``; empty for none."""
-        if self.config == AS_IT_IS:
-            return ""
-        return " ".join(["--activation_offload", *map(_flag, self.fields.items())])
+        return "" if self.config == AS_IT_IS else flags_of(self.config)
 
     @property
     def python(self) -> str:
         """The setting as an expression."""
-        return f"PyAOConfig({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
+        given = self.config.given.items()
+        return f"PyAOConfig({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,25 +190,37 @@ class Adviser:
             CopyError: the step cannot be run on fake tensors.
         """
         program = self.program(NO_LEVERS)  # an error of the model's own code ends it here
-        as_it_is = AdvisedSetting(config=AS_IT_IS, plan=self._plan(AS_IT_IS, limit_bytes))
         late = predict(program, [False] * len(program.slots), window_bytes=None)
-        settings = [as_it_is]
-        for config in (*CANDIDATES[1:], *within(min(as_it_is.memory_bytes, limit_bytes))):
-            try:
-                plan = self._plan(config, limit_bytes)
-            except (LeversRefusedError, ConfigError):
-                continue  # a head or a layer that does not take part
-            if plan.fits or config.device_memory_gib is None:
-                settings.append(AdvisedSetting(config=config, plan=plan))
+        settings = list(self._settings(limit_bytes))
         return Advice(
             step_shapes=self._found.seen.shapes(),
-            as_it_is=as_it_is,
+            as_it_is=settings[0],
             cause=peak_cause(program, late),
             settings=worth_having(settings),
             state_bytes=self.state_bytes,
             accumulates=self._found.accumulates,
             limit_bytes=limit_bytes,
         )
+
+    def _settings(self, limit_bytes: int) -> Iterator[AdvisedSetting]:
+        """Yield what was predicted; the first is the script as it is."""
+        most_bytes = limit_bytes
+        for config in CANDIDATES:
+            try:
+                found = AdvisedSetting(config=config, plan=self._plan(config, limit_bytes))
+                yield found
+                if config == AS_IT_IS:
+                    most_bytes = min(most_bytes, found.memory_bytes)
+                if config.policy == "auto":
+                    least = AdvisedSetting(config=config, plan=self._plan(config, 0))
+                    for share in SHARES:
+                        cap_bytes = least.memory_bytes * (1 - share) + most_bytes * share
+                        capped = config.with_settings(device_memory_gib=rounded_up(cap_bytes))
+                        plan = self._plan(capped, limit_bytes)
+                        if plan.fits:
+                            yield AdvisedSetting(config=capped, plan=plan)
+            except (LeversRefusedError, ConfigError):
+                continue  # a head or a layer that does not take part
 
     def program(self, levers: Levers) -> StepProgram:
         """Return the step with *levers*."""
@@ -259,13 +267,9 @@ class Adviser:
         return fixed_plan(program, device, request.conditions(link), leaves, name, limit_bytes)
 
 
-def within(most_bytes: int) -> Iterator[PyAOConfig]:
-    """Yield policy ``auto`` within shares of *most_bytes*, in hundredths of a GiB."""
-    for share in SHARES:
-        gib = max(0.01, round(share * most_bytes / GIB, 2))
-        for head_loss in ("off", "chunked"):
-            given = {} if head_loss == "off" else {"head_loss": head_loss}
-            yield PyAOConfig.from_dict({"policy": "auto", "device_memory_gib": gib, **given})
+def rounded_up(nbytes: float) -> float:
+    """Return *nbytes* in GiB, rounded up to hundredths."""
+    return math.ceil(nbytes / GIB * 100) / 100
 
 
 def worth_having(settings: Sequence[AdvisedSetting]) -> list[AdvisedSetting]:
@@ -316,19 +320,3 @@ def state_bytes_of(found: SeenTraining) -> int:
 def device_of(found: SeenTraining) -> torch.device:
     """Return where the model is."""
     return next(found.model.parameters()).device
-
-
-def _beside_policy(config: PyAOConfig) -> dict[str, object]:
-    default = PyAOConfig()
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name != "policy" and getattr(config, field.name) != getattr(default, field.name)
-    }
-
-
-def _flag(given: tuple[str, object]) -> str:
-    name, value = given
-    if value is True:
-        return flag_text(name)
-    return f"{flag_text(name)} {value}"

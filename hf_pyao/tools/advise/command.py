@@ -8,13 +8,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.text import describe_error, echo, one_line, say
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from hf_pyao.plan.hardware.presets import Hardware
     from hf_pyao.tools.advise.advice import Advice, AdvisedSetting
     from hf_pyao.tools.advise.script_watch import SeenTraining
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run the first steps of a training script, end it, and say which settings are worth having: which
 tensor sets the peak of its memory, and three settings with the memory and time that are predicted
-for each, ready to paste. The script needs no change. What it writes below the current folder, or to
-a path among its arguments, goes to a temporary folder that is deleted. The time and the memory of
+for each, ready to paste. The script needs no change. The kernel forbids it to write but to caches
+and to a temporary folder that is deleted, where what Python writes goes. The time and the memory of
 the settings are computed from one step of a copy of the model on fake tensors; nothing else is run.
 An out-of-memory error of the script ends it early, and the advice is given.
 """
@@ -60,13 +61,19 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches that the script trains before it is ended; the largest one counts "
         "(default: 2)",
     )
+    add(
+        "--unprotected",
+        action="store_true",
+        help="do not have the kernel forbid the script to write: Python's own writes still go to a "
+        "temporary folder, those of compiled code and other processes do not",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
     add("script", metavar="SCRIPT", help="the training script")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
-    """Run the command; return 1 if the script failed, 130 if it was interrupted.
+    """Run the command; return 1 if the script failed.
 
     Raises:
         PyAOError: an option is bad, or the script has no step that can be predicted.
@@ -85,12 +92,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     hardware = _given_hardware(args)  # refused before the script runs
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     try:
-        with redirected_writes(_protected(arguments)):
+        with redirected_writes(args.script, is_forbidden=not args.unprotected):
             found = watched(args.script, arguments, args.steps, is_module=args.module)
             _say_advice(args, found, hardware)
-    except KeyboardInterrupt:
-        say("pyao: interrupted; no advice was made, and nothing was written.", sys.stderr)
-        return 130
     except PyAOError:
         raise
     except (Exception, SystemExit) as error:
@@ -99,20 +103,12 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         say(
             f"pyao: the script {echo(args.script)} failed before its step was seen to the end: "
             f"{one_line(describe_error(error))}. Run it without pyao to see whether it fails by "
-            "itself.",
+            "itself. Under pyao advise compiled code and other processes write to caches and "
+            "temporary files alone; with --unprotected they write as ever.",
             sys.stderr,
         )
         return 1
     return 0
-
-
-def _protected(arguments: list[str]) -> Iterator[Path]:
-    """Yield the folders in which a script may not write: the current one, and its arguments."""
-    yield Path.cwd()
-    for argument in arguments:
-        value = argument.partition("=")[2] if argument.startswith("-") else argument
-        if os.sep in value and "://" not in value:
-            yield Path(value).expanduser()
 
 
 def _given_hardware(args: argparse.Namespace) -> Hardware | None:
@@ -136,14 +132,10 @@ def _given_hardware(args: argparse.Namespace) -> Hardware | None:
 
 
 def _say_advice(args: argparse.Namespace, found: SeenTraining, given: Hardware | None) -> None:
-    import dataclasses
-
     from hf_pyao.plan.hardware.device_speeds import hardware_of
-    from hf_pyao.plan.hardware.speeds import GIB
-    from hf_pyao.settings.sizes import Size
     from hf_pyao.tools.advise.advice import Adviser, device_of
     from hf_pyao.tools.estimate.card_memory import card_memory
-    from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
+    from hf_pyao.tools.estimate.common_arguments import hardware_with
 
     device = device_of(found)
     if given is None and device.type == "cpu":
@@ -152,12 +144,7 @@ def _say_advice(args: argparse.Namespace, found: SeenTraining, given: Hardware |
             "card that is meant: --gpu NAME.",
             key="setting-missing",
         )
-    hardware = hardware_of(device) if given is None else given
-    if args.device_memory is not None:
-        nbytes = int(Size().check("--device-memory", args.device_memory))
-        hardware = dataclasses.replace(hardware, memory_gib=nbytes / GIB)
-    if args.link is not None:
-        hardware = hardware.with_link(link_gib_per_s(args.link))
+    hardware = hardware_with(hardware_of(device) if given is None else given, args)
     logging.getLogger("hf_pyao").setLevel(logging.ERROR)
     adviser = Adviser(found, hardware, is_elsewhere=device.type != "cuda")
     advice = adviser.advise(card_memory(hardware).limit_bytes)
@@ -187,18 +174,21 @@ def lines_of(advice: Advice, found: SeenTraining, card: str) -> Iterator[str]:
     )
     yield ""
     if not any(each.plan.fits for each in advice.settings):
+        is_whole = all(each.requires_grad for each in found.model.parameters())
         yield (
             "No setting fits. Those with the least memory are below; take a smaller micro-batch or "
-            "shorter sequences, or train fewer weights (LoRA)."
+            f"shorter sequences{', or train fewer weights (LoRA)' if is_whole else ''}."
         )
     for number, setting in enumerate(advice.settings, 1):
-        yield from _setting_lines(number, setting, advice)
+        yield from _setting_lines(number, setting, advice, found.trainer)
     if len(advice.settings) == 1:
         yield "No other setting that was looked at takes less memory."
     yield "Predicted, not measured: time within about 30 % where the card's speed is as assumed."
 
 
-def _setting_lines(number: int, setting: AdvisedSetting, advice: Advice) -> Iterator[str]:
+def _setting_lines(
+    number: int, setting: AdvisedSetting, advice: Advice, trainer: Trainer | None
+) -> Iterator[str]:
     plan, before = setting.plan, advice.as_it_is
     change = (
         f"{(plan.step_ms / before.plan.step_ms - 1) * 100:+.0f} % time"
@@ -211,9 +201,16 @@ def _setting_lines(number: int, setting: AdvisedSetting, advice: Advice) -> Iter
     )
     if not setting.flags:
         yield "   Leave the script as it is."
-    else:
+    elif trainer is None:
         yield f"   flags (PyAOTrainer with PyAOTrainingArguments): {setting.flags}"
         yield f"   Python: attach(model, {setting.python})"
+    else:
+        name, arguments = type(trainer).__name__, type(trainer.args).__name__
+        yield (
+            f"   flags (class A(PyAOTrainerMixin, {name}) with class B(PyAOArguments, {arguments}))"
+            f": {setting.flags}"
+        )
+        yield f"   Python: {name}(..., callbacks=[PyAOCallback({setting.python})])"
     yield ""
 
 

@@ -1,10 +1,10 @@
-"""Keeps a script's writes out of its folders: they go to a temporary folder, which is deleted.
+"""Keeps a script's writes out of its folders.
 
-Redirected are Python's own ways to write (``open``, ``os.mkdir``, ``pathlib``) below the protected
-folders, and the output folder of ``transformers.TrainingArguments``. What a script removes or moves
-away there stays. ``torch.save`` and the
-functions of safetensors that write files do nothing: they write from compiled code. What other
-compiled code writes is not seen.
+The kernel forbids them (``forbidden_writes.py``). So that scripts run all the same, what Python's
+own functions write (``open``, ``os.mkdir``, ``pathlib``) goes to a temporary folder, which is
+deleted, and so does the output of ``transformers.TrainingArguments``. Files that were there before
+stay as they are, also where a script changes, removes or moves them. ``torch.save`` and the
+functions of safetensors that write files do nothing: they write from compiled code.
 """
 
 from __future__ import annotations
@@ -13,132 +13,154 @@ import builtins
 import io
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hf_pyao.tools.advise.forbidden_writes import forbid_writes
+
 _WRITING = frozenset("wax+")
-_SAVERS = (
-    ("torch", "save"),
-    ("safetensors.torch", "serialize_file"),
-    ("safetensors.numpy", "serialize_file"),
+_WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_CHANGING = (
+    *("mkdir", "remove", "unlink", "rmdir", "rename", "replace", "link", "symlink"),
+    *("truncate", "chmod", "chown", "utime"),
 )
-"""Module and function of what writes files from compiled code."""
+"""Functions of ``os`` whose paths are redirected; what is not there yet is left as it is."""
+
+_SAVERS = ("torch.save", "safetensors.torch.serialize_file", "safetensors.numpy.serialize_file")
+"""What writes files from compiled code."""
+
+_REMOVE = "import os, shutil, sys; os.read(0, 1); shutil.rmtree(sys.argv[1], True)"
+"""Waits until it is told to, or until the process that may tell it has ended, whichever way."""
+
+_CACHES = (
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"),
+)
+_CACHES_AT_HOME = (".cache", ".triton", ".nv")
+"""Where libraries keep what they download and compile: variables, and folders."""
 
 
 @contextmanager
-def redirected_writes(protected: Iterable[Path]) -> Iterator[Path]:
-    """Redirect writes below *protected* for the whole process, until it ends.
+def redirected_writes(script: str, *, is_forbidden: bool) -> Iterator[None]:
+    """Redirect writes of the whole process, until it ends, but those to caches and devices.
 
-    Yields:
-        The temporary folder.
+    Args:
+        script: a cache that has its folder, or the current one, is no exception.
+        is_forbidden: have the kernel forbid all other writes, for good.
+
+    Raises:
+        ConfigError: the kernel cannot.
     """
-    with tempfile.TemporaryDirectory(prefix="pyao-advise-") as folder, ExitStack() as stack:
-        overlay = _Overlay(Path(folder), [os.path.abspath(each) for each in protected])
-        for module, name, make in (
-            (builtins, "open", overlay.opener),
-            (io, "open", overlay.opener),
-            (os, "mkdir", overlay.maker),
-            *((os, name, overlay.remover) for name in ("remove", "unlink", "rmdir")),
-            (shutil, "rmtree", overlay.remover),
-            *((os, name, overlay.mover) for name in ("rename", "replace")),
-        ):
-            instead = make(getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, instead))
-        for module_name, name in _SAVERS:
-            stack.enter_context(_nothing_saved(module_name, name))
-        stack.enter_context(_output_of_trainers(Path(folder) / "output"))
-        yield Path(folder)
+    with ExitStack() as stack:
+        patched = stack.enter_context
+        name = tempfile.mkdtemp(prefix="pyao-advise-")
+        # This process may not remove the folder: what it is forbidden is forbidden for good.
+        words = [sys.executable, "-S", "-c", _REMOVE, name]
+        remover = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+        stack.callback(remover.communicate, b".")
+        folder = Path(os.path.realpath(name))
+        writable = [folder, *_writable_beside([Path.cwd(), Path(script).parent])]
+        if is_forbidden:
+            forbid_writes(writable)
+        overlay = _Overlay(folder, writable)
+        for module in (builtins, io, os):
+            patched(mock.patch.object(module, "open", overlay.opener(module.open)))
+        for module, function in ((shutil, "rmtree"), *((os, each) for each in _CHANGING)):
+            if hasattr(module, function):
+                own = getattr(module, function)
+                patched(mock.patch.object(module, function, overlay.changer(own)))
+        for saver in _SAVERS:
+            patched(mock.patch(saver, return_value=None))
+        patched(_output_of_trainers(folder / "output"))
+        patched(mock.patch.object(tempfile, "tempdir", str(folder)))
+        patched(mock.patch.dict(os.environ, TMPDIR=str(folder)))
+        yield
+
+
+def _writable_beside(kept: Sequence[Path]) -> list[Path]:
+    """Return caches and devices that are there, but none that one of *kept* is in."""
+    paths = [Path(os.path.expanduser("~"), each) for each in _CACHES_AT_HOME]
+    paths += [Path(os.environ[each]) for each in _CACHES if os.environ.get(each)]
+    paths += [Path("/proc"), *Path("/dev").glob("*")]
+    found = [path.resolve() for path in paths]
+    inside = {folder for each in kept for folder in (each.resolve(), *each.resolve().parents)}
+    return [path for path in found if path.exists() and path not in inside]
 
 
 class _Overlay:
-    """A folder that has the files that are written below others."""
+    """A folder that has the files that are written elsewhere.
 
-    def __init__(self, folder: Path, protected: list[str]) -> None:
+    Args:
+        folder: has them.
+        writable: folders and files that may be written, without symbolic links.
+    """
+
+    def __init__(self, folder: Path, writable: Sequence[Path]) -> None:
         self._folder = folder
-        self._protected = protected
+        self._writable = writable
 
     def opener(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def redirected_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            other = self._instead_of(file)
-            if other is None:
+        """Redirect ``open``, whose mode is a string, or ``os.open``, whose mode is flags."""
+
+        def redirected_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            (other,) = self._instead_of([file], kwargs)
+            mode = kwargs.pop("flags", mode)
+            is_flags = isinstance(mode, int)
+            writes = mode & _WRITING_FLAGS if is_flags else _WRITING & set(mode)
+            if other is None or not (writes or other.is_file()):
                 return own(file, mode, *args, **kwargs)
-            if _WRITING & set(mode):
-                other.parent.mkdir(parents=True, exist_ok=True)
-                if not {"w", "x"} & set(mode) and not other.exists() and os.path.exists(file):
-                    with own(file, "rb") as source, own(other, "wb") as target:
-                        target.write(source.read())
-            elif not other.exists():
-                other = file
+            other.parent.mkdir(parents=True, exist_ok=True)
+            is_new = mode & os.O_TRUNC if is_flags else "w" in mode
+            if os.path.isfile(file) and not other.exists() and not is_new:
+                shutil.copyfile(file, other)
             return own(other, mode, *args, **kwargs)
 
         return redirected_open
 
-    def maker(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def redirected_mkdir(path: Any, mode: int = 0o777, *args: Any, **kwargs: Any) -> None:
-            other = self._instead_of(path)
-            if other is None:
-                own(path, mode, *args, **kwargs)
-            elif os.path.exists(path):
-                raise FileExistsError(17, "File exists", os.fspath(path))
-            elif not other.exists():
-                os.makedirs(other)
+    def changer(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Redirect a function whose first arguments are paths; what is not there stays as it is."""
 
-        return redirected_mkdir
+        def redirected_change(*args: Any, **kwargs: Any) -> Any:
+            others = self._instead_of(args, kwargs)
+            if not any(others) or (own.__name__ == "mkdir" and os.path.exists(args[0])):
+                return own(*args, **kwargs)
+            if own.__name__ == "symlink":
+                others[0] = None  # what the link says
+            for other in filter(None, others):
+                other.parent.mkdir(parents=True, exist_ok=True)
+            paths = [other or each for other, each in zip(others, args, strict=True)]
+            try:
+                return own(*paths, **kwargs)
+            except FileExistsError:  # os.makedirs looks for it where it is not
+                if own.__name__ != "mkdir":
+                    raise
+            except FileNotFoundError:
+                if not os.path.lexists(args[0]):
+                    raise
 
-    def remover(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def redirected_remove(path: Any, *args: Any, **kwargs: Any) -> None:
-            other = self._instead_of(path) if kwargs.get("dir_fd") is None else None
-            if other is None:
-                own(path, *args, **kwargs)
-            elif other.exists():
-                own(other, *args, **kwargs)
+        return redirected_change
 
-        return redirected_remove
+    def _instead_of(self, values: Sequence[Any], options: Mapping[str, Any]) -> list[Path | None]:
+        """Return where each path is redirected; None for one that may be written, and for no path.
 
-    def mover(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def redirected_move(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-            moved, to = self._instead_of(source), self._instead_of(target)
-            if moved is None and to is None:
-                own(source, target, *args, **kwargs)
-            elif moved is None or moved.exists():
-                if to is not None:
-                    to.parent.mkdir(parents=True, exist_ok=True)
-                own(moved or source, to or target, *args, **kwargs)
-
-        return redirected_move
-
-    def _instead_of(self, path: Any) -> Path | None:
-        """Return where a path below the protected folders is redirected; None for all others."""
-        if isinstance(path, int):
-            return None  # a descriptor
-        try:
-            found = os.path.abspath(os.fsdecode(path))
-        except TypeError:
-            return None
-        if _is_below(found, str(self._folder)) or "__pycache__" in found:
-            return None
-        if not any(_is_below(found, each) for each in self._protected):
-            return None
-        return self._folder / "overlay" / found.lstrip(os.sep).replace(":", "")
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
-@contextmanager
-def _nothing_saved(module_name: str, name: str) -> Iterator[None]:
-    try:
-        module = __import__(module_name, fromlist=[name])
-    except ImportError:
-        yield
-        return
-    with mock.patch.object(module, name, return_value=None):
-        yield
+        With a folder's descriptor in *options*, paths are relative to it, and not redirected.
+        """
+        others: list[Path | None] = [None] * len(values)
+        if any(options[name] is not None for name in options if "dir_fd" in name):
+            return others
+        for i, value in enumerate(values):
+            if isinstance(value, str | bytes | os.PathLike):
+                path = Path(os.path.realpath(os.fsdecode(value)))
+                if not any(path.is_relative_to(each) for each in self._writable):
+                    inside = path.relative_to(path.anchor)
+                    others[i] = self._folder / "overlay" / inside
+        return others
 
 
 @contextmanager
@@ -150,8 +172,6 @@ def _output_of_trainers(folder: Path) -> Iterator[None]:
 
     def redirected(self: Any, *args: Any, **kwargs: Any) -> None:
         self.output_dir = str(folder)
-        if getattr(self, "logging_dir", None) is not None:
-            self.logging_dir = str(folder / "logs")
         self.report_to = "none"
         self.push_to_hub = False
         prepare(self, *args, **kwargs)

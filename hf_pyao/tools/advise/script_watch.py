@@ -11,12 +11,14 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import Trainer
 
 from hf_pyao.auto.recording.seen_forward import SeenForward, seen_forward
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import is_recomputing
 from hf_pyao.errors import NoLayersFoundError, PyAOError
 from hf_pyao.hf.micro_batch.trial_step import is_out_of_memory
+from hf_pyao.hf.trainer import PyAOTrainerMixin
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import unwrap_parallel
 from hf_pyao.text import echo
@@ -40,6 +42,8 @@ class SeenTraining:
     num_optimizer_steps: int = 0
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that have parameters of the model."""
+    trainer: Trainer | None = None
+    """The script's, if its class is a subclass without :class:`~hf_pyao.PyAOTrainerMixin`."""
     was_ended: bool = False
     """The script was ended where the next forward would have begun."""
     ran_out_of_memory: bool = False
@@ -51,10 +55,13 @@ class SeenTraining:
         num_unfinished = 0 if self.was_ended else 1
         return self.num_forwards > self.num_optimizer_steps + num_unfinished
 
-    def find_optimizers(self) -> None:
-        """Look for optimizers, as long as the script has them."""
+    def look_around(self) -> None:
+        """Look for optimizers and a Trainer, as long as the script has them."""
         own = {id(each) for each in self.model.parameters()}
         for each in gc.get_objects():
+            if issubclass(type(each), Trainer) and each.model is self.model:
+                is_served = type(each) is Trainer or isinstance(each, PyAOTrainerMixin)
+                self.trainer = None if is_served else each
             if not issubclass(type(each), torch.optim.Optimizer) or each in self.optimizers:
                 continue
             held = (id(p) for group in each.param_groups for p in group["params"])
@@ -126,7 +133,7 @@ class ScriptWatch:
         if module is not found.model:
             return  # a wrapper, which calls the model next
         if not found.optimizers:
-            found.find_optimizers()
+            found.look_around()
         if found.num_forwards == self._num_micro_batches:
             found.was_ended = True
             raise EnoughSeen(0)

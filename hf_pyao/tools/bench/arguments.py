@@ -15,9 +15,9 @@ from hf_pyao.tools.bench.board import board_methods, run_board
 from hf_pyao.tools.bench.harness import run_bench, smoke
 from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
 from hf_pyao.tools.bench.setup import DTYPES, GRADIENT_MODES, MAX_MICRO_BATCH, BenchSetup, Trial
+from hf_pyao.tools.estimate.common_arguments import tell
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.tools.estimate.model_specs import parse_model
-from hf_pyao.tools.report.tables import markdown_of
 
 SMOKE_MODEL = (
     "llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
@@ -149,9 +149,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             timeout_s=args.timeout,
             progress=lambda line: say(one_line(line)),
         )
-    say("\n" + markdown_of(report))
-    name = one_line(str(output))
-    say(f"written: {name}\nplot it: pyao report {name} -o report.html")
+    say("")
+    tell(report, as_json=False, output=None, also_written=[output])
+    say(f"plot it: pyao report {one_line(str(output))} -o report.html")
     if isinstance(report, BoardReport) and not report.is_complete:
         return INTERRUPTED
     return 0 if all(row.status != FAILED for row in report.rows) else 1

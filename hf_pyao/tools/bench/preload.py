@@ -6,8 +6,12 @@ it meets the same error, and says so.
 
 import atexit
 import gc
+import signal
 
 from hf_pyao.tools.packages import import_failure
+
+# Ctrl-C on a terminal goes to the server and its forks too: they end without a word.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 for name in (
     "transformers.models.gpt2.modeling_gpt2",

@@ -206,10 +206,10 @@ class Child:
         """Return the process, running already."""
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        """End the process and remove its log."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the process, at once if an error came, and remove its log."""
         self._line.close()
-        self._process.join(5)
+        self._process.join(5 if kind is None else 0)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -14,6 +14,7 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.bench.setup import DTYPES, BenchSetup
+from hf_pyao.tools.estimate.common_arguments import tell
 from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, levers_of
 from hf_pyao.tools.estimate.model_specs import parse_model
 
@@ -161,7 +162,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     else:
         output = output or _default_output(args.model)
         report = _measured(args, budgets, output)
-    _print(report, output, as_json=args.json)
+    tell(report, as_json=args.json, output=None, also_written=[output] if output else [])
+    if output is not None and not args.json:
+        say(f"plot it: pyao report {one_line(str(output))} -o sweep.html")
     if len(report.points) < report.num_planned:
         say(
             f"pyao: interrupted after {len(report.points)} of {report.num_planned} points.",
@@ -169,18 +172,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     return 0 if any(row.memory_bytes for row in report.rows) else 1
-
-
-def _print(report: Any, output: Path | None, *, as_json: bool) -> None:
-    from hf_pyao.tools.report.tables import markdown_of
-
-    if as_json:
-        say(json.dumps(report.to_dict(), indent=2))
-        return
-    say(markdown_of(report))
-    if output is not None:
-        name = one_line(str(output))
-        say(f"written: {name}\nplot it: pyao report {name} -o sweep.html")
 
 
 def _measured(args: argparse.Namespace, budgets: Any, output: Path) -> Any:

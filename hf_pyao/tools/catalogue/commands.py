@@ -32,6 +32,12 @@ CHAPTER = Chapter(
             "mode, with gradients. Run it without `torchrun` or `accelerate launch`.",
         ),
         Entry(
+            "writes-not-forbidden",
+            "`pyao advise` has the kernel forbid a script to write, and this system cannot.",
+            "Use Linux with Landlock (5.13 or later; a container or its seccomp profile may hide "
+            "it), or give `--unprotected` for a script that may write.",
+        ),
+        Entry(
             "bench-model-too-large",
             "The weights of the model that is to be measured do not fit beside their gradients.",
             "Take fewer layers or a smaller dtype.",

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
-from hf_pyao.plan.weights.base_names import ADAPTER_DTYPES, ALL_LINEAR, PLAIN, described
+from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_card_arguments,
@@ -25,6 +24,7 @@ from hf_pyao.tools.estimate.common_arguments import (
     tell,
     training_fields,
     training_fields_of,
+    training_options,
 )
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.tools.packages import need_torch
@@ -123,19 +123,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
                 hardware,
                 sequence_length=args.sequence_length or DEFAULT_LENGTH,
                 micro_batch=args.micro_batch,
-                lora_rank=args.lora,
-                lora_targets=args.lora_targets,
-                adapter_dtype=args.adapter_dtype,
-                base=args.base,
-                engine=args.engine,
-                optimizer=args.optimizer,
-                optimizer_step=args.optimizer_step,
-                deterministic=args.deterministic,
-                attention=args.attention,
                 allocator=allocator,
                 with_longest=not args.no_longest_sequence,
                 num_processes=args.processes or min(2, os.cpu_count() or 1),
                 shows_progress=not args.json,
+                **training_options(args),
             )
         return report
 
@@ -187,19 +179,11 @@ def estimate_report(
     *,
     sequence_length: int = 512,
     micro_batch: int | None = None,
-    lora_rank: int | None = None,
-    lora_targets: str = ALL_LINEAR,
-    adapter_dtype: str = ADAPTER_DTYPES[0],
-    base: str = PLAIN,
-    engine: str = "plain",
-    optimizer: str = "adamw",
-    optimizer_step: str = FUSED,
-    deterministic: bool = False,
-    attention: str = "flash",
     allocator: AllocatorSettings | None = None,
     with_longest: bool = True,
     num_processes: int = 1,
     shows_progress: bool = False,
+    **training: Any,
 ) -> Any:
     """Estimate all ways to train *model* on *hardware*.
 
@@ -208,20 +192,12 @@ def estimate_report(
         hardware: the card.
         sequence_length: tokens of a sample.
         micro_batch: samples that times and peaks are for; None: the most that fit.
-        lora_rank: train adapters of this rank; None: all parameters.
-        lora_targets: modules that get adapters: names, separated by commas, or ``"all-linear"``.
-        adapter_dtype: ``"float32"``, under autocast in bfloat16, or ``"bfloat16"``.
-        base: how frozen linear layers are stored: a key of
-            :data:`~hf_pyao.plan.weights.base_names.BASES`.
-        engine: a key of :data:`ENGINES`.
-        optimizer: a key of :data:`OPTIMIZER_BYTES`.
-        optimizer_step: one of :data:`~hf_pyao.plan.hardware.beside_step.IMPLEMENTATIONS`.
-        deterministic: whether kernels run in torch's deterministic mode.
-        attention: one of :data:`ATTENTIONS`.
         allocator: settings of PyTorch's allocator; None: its default.
         with_longest: look for the longest sequences too.
         num_processes: how many work at it.
         shows_progress: tell stderr what is done.
+        training: arguments of
+            :func:`~hf_pyao.tools.estimate.common_arguments.training_fields`.
 
     Returns:
         An :class:`~hf_pyao.plan.documents.estimate.EstimateReport`.
@@ -240,18 +216,7 @@ def estimate_report(
     spec = parse_model(model)
     config = config_of(spec)
     check_sequence_length(config, sequence_length)
-    fields = training_fields(
-        hardware,
-        engine=engine,
-        optimizer=optimizer,
-        optimizer_step=optimizer_step,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        adapter_dtype=adapter_dtype,
-        base=base,
-        deterministic=deterministic,
-        attention=attention,
-    )
+    fields = training_fields(hardware, **training)
     memory = card_memory(hardware, fields["kernels"])
     jobs = all_jobs(
         config=config,
@@ -263,22 +228,15 @@ def estimate_report(
     num_cases = sum(len(job.cases) for job in jobs)
     with Progress("estimating", num_cases, "ways", is_shown=shows_progress) as progress:
         rows, num_recordings = run_jobs(jobs, num_processes, progress.done)
-    trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}{described(base)}"
+    rank, engine = fields["lora_rank"], training.get("engine", "plain")
+    trained = "" if rank is None else f", LoRA of rank {rank}{described(fields['base'])}"
     return EstimateReport(
         title=f"{spec.name}{trained} on {hardware.name}, {sequence_length} tokens, {engine}",
         setup={
             "model": dataclasses.asdict(spec),
             "sequence_length": sequence_length,
             "micro_batch": micro_batch,
-            "lora_rank": lora_rank,
-            "lora_targets": lora_targets,
-            "adapter_dtype": adapter_dtype,
-            "base": base,
-            "engine": engine,
-            "optimizer": optimizer,
-            "optimizer_step": optimizer_step,
-            "deterministic": deterministic,
-            "attention": attention,
+            **training,
             "alloc_conf": str(allocator or ""),
             "num_recorded_steps": num_recordings,
         },

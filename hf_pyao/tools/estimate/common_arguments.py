@@ -148,20 +148,18 @@ def training_fields(
     }
 
 
-def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Return the same for options of :func:`add_training_arguments`."""
-    return training_fields(
-        hardware,
-        engine=args.engine,
-        optimizer=args.optimizer,
-        optimizer_step=args.optimizer_step,
-        lora_rank=args.lora,
-        lora_targets=args.lora_targets,
-        adapter_dtype=args.adapter_dtype,
-        base=args.base,
-        deterministic=args.deterministic,
-        attention=args.attention,
+def training_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return options of :func:`add_training_arguments` as arguments of :func:`training_fields`."""
+    names = (
+        *("lora_targets", "adapter_dtype", "base", "engine", "optimizer", "optimizer_step"),
+        *("deterministic", "attention"),
     )
+    return {"lora_rank": args.lora, **{name: getattr(args, name) for name in names}}
+
+
+def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Return fields as :func:`training_fields` does, for :func:`add_training_arguments`."""
+    return training_fields(hardware, **training_options(args))
 
 
 def add_allocator_argument(group: argparse._ActionsContainer) -> None:
@@ -205,9 +203,17 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     Raises:
         ConfigError: it is unknown, or a size or speed is none.
     """
+    return hardware_with(find_hardware(args.device), args)
+
+
+def hardware_with(hardware: Hardware, args: argparse.Namespace) -> Hardware:
+    """Return *hardware* with the memory, the link and the disk that the options give.
+
+    Raises:
+        ConfigError: a size or speed is none.
+    """
     from hf_pyao.settings.sizes import Size
 
-    hardware = find_hardware(args.device)
     if args.device_memory is not None:
         nbytes = Size().check("--device-memory", args.device_memory)
         if int(nbytes) <= hardware.context_gib * GIB:
@@ -279,14 +285,14 @@ def tell(
         also_written: further files, which were written already.
     """
     from hf_pyao.plan.documents.schema import to_plain, write_json
-    from hf_pyao.tools.report.tables import markdown_of
+    from hf_pyao.tools.report.terminal import show
 
     if output is not None:
         write_json(output, report)
     if as_json:
         say(json.dumps(to_plain(report), indent=2))
         return
-    say(markdown_of(report))
+    show(report)
     for path in (*(() if output is None else (output,)), *also_written):
         say(f"written: {one_line(str(path))}")
 

@@ -21,6 +21,7 @@ from hf_pyao.tools.estimate.common_arguments import (
     hardware_of,
     tell,
     training_fields_of,
+    training_options,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
@@ -233,15 +234,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
         verdict=choice.reason,
         setup={
             "model": dataclasses.asdict(spec),
-            "lora_rank": args.lora,
-            "lora_targets": args.lora_targets,
-            "adapter_dtype": args.adapter_dtype,
-            "base": args.base,
-            "engine": args.engine,
-            "optimizer": args.optimizer,
-            "optimizer_step": args.optimizer_step,
-            "deterministic": args.deterministic,
-            "attention": args.attention,
+            **training_options(args),
             **levers.settings(),
             "host_memory": args.host_memory,
             "stream_weights": args.stream_weights,

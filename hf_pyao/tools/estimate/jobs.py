@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import multiprocessing
+import signal
 import sys
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
@@ -146,15 +148,17 @@ def _run_in_processes(
         with importing():
             jobs[0].import_packages()
     context = multiprocessing.get_context(method)
+    others = multiprocessing.active_children()
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(num_processes, context, _begin) as pool,
     ):
         notes, num_told = Path(folder) / "done.txt", 0
         notes.touch()
-        running = {pool.submit(job.run_noting, notes) for job in jobs}
         done: list[tuple[list[EstimateRow], int]] = []
         try:
+            with HeldInterrupts():  # Python ignores what is raised in its hooks around a fork
+                running = {pool.submit(job.run_noting, notes) for job in jobs}
             while running:
                 ended, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
                 done += [future.result() for future in ended]
@@ -162,8 +166,10 @@ def _run_in_processes(
                 for name in names[num_told:]:
                     on_done(name)
                 num_told = len(names)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:  # the end of the block would wait for what still runs
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.kill()
             raise
     return done
 
@@ -186,10 +192,14 @@ def _start_method() -> str:
 
 
 def _begin() -> None:
-    """Keep a process quiet, and on one core; have the collector pass over what is imported."""
+    """Keep a process quiet, and on one core; have the collector pass over what is imported.
+
+    Ctrl-C on a terminal goes to all processes: the one that waits for these ends them.
+    """
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(*COLLECTION_THRESHOLDS)

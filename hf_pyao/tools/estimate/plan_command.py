@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +15,13 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.settings.removed import removed
-from hf_pyao.text import echo, one_line, say
+from hf_pyao.text import echo, say
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_allocator_argument,
     add_disk_argument,
     add_training_arguments,
+    check_least,
     given_training,
     tell,
 )
@@ -136,9 +136,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, a file is not what it should be, or nothing fits.
     """
-    from hf_pyao.plan.documents.schema import write_json
-    from hf_pyao.tools.report.tables import markdown_of
-
     if args.compare:
         return _compare(args)
     if args.source is None:
@@ -149,9 +146,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         tell(prediction_report(args), as_json=args.json, output=args.save)
         return 0
     plan = _answer(args)
-    if args.save is not None:
-        write_json(args.save, plan)
-    say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
+    tell(plan, as_json=args.json, output=args.save)
     if not args.json and not args.source.endswith(".json"):
         say(_what_peaks_hold(args, plan))
         if any(name.startswith("weights/") for name in plan.figures):
@@ -162,7 +157,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.save is not None and not args.json:
         from hf_pyao.plan.options.plan_levers import free_levers  # which imports torch
 
-        say(f"written: {one_line(str(args.save))}")
         # What is left open is set by the plan; what changes sums has to be asked for.
         free = free_levers(lever_config_of(args)) - {"mlp_tiles"}
         given = {name: v for name, v in levers_of(args).given().items() if name not in free}
@@ -173,7 +167,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from hf_pyao.plan.documents.plan import Plan
-    from hf_pyao.tools.report.tables import markdown_of_view
+    from hf_pyao.tools.report.terminal import show_view
     from hf_pyao.tools.report.views.plan_view import plans_side_by_side
 
     if len(args.compare) < 2 or args.source is not None:
@@ -181,7 +175,7 @@ def _compare(args: argparse.Namespace) -> int:
             "--compare takes two or more plans, and nothing beside them.", key="settings-contradict"
         )
     plans = {str(path): Plan.from_json_file(path) for path in args.compare}
-    say(markdown_of_view(plans_side_by_side(plans)))
+    show_view(plans_side_by_side(plans))
     return 0
 
 
@@ -466,12 +460,7 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
     from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
     from hf_pyao.tools.simulation.kept_models import KeptModels
 
-    for option, least in (("micro_batch", 1), ("sequence_length", 2)):
-        if getattr(args, option) < least:
-            flag = "--" + option.replace("_", "-")
-            raise ConfigError(
-                f"{flag} is {getattr(args, option)}; expected {least} or more.", key="setting-value"
-            )
+    check_least(args, micro_batch=1, sequence_length=2)
     config = config_of(parse_model(args.source))
     check_sequence_length(config, args.sequence_length)
     hardware = find_hardware(args.device or "rtx4070")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.text import echo, one_line, say
-from hf_pyao.tools.estimate.common_arguments import add_training_arguments
+from hf_pyao.text import echo, one_line
+from hf_pyao.tools.estimate.common_arguments import add_training_arguments, check_least, tell
 from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
-from hf_pyao.tools.report.kinds import Document
 from hf_pyao.tools.run_script import check_script, run_script
 
 DESCRIPTION = """\
@@ -92,15 +91,10 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             "measured, with the settings that the script has. Set them there, or drop them.",
             key="setting-without-effect",
         )
-    for option, least in (("steps", 1), ("micro_batch", 1), ("sequence_length", 2)):
-        if getattr(args, option) < least:
-            flag = "--" + option.replace("_", "-")
-            raise ConfigError(
-                f"{flag} is {getattr(args, option)}; expected {least} or more.", key="setting-value"
-            )
+    check_least(args, steps=1, micro_batch=1, sequence_length=2)
     profile = _predicted(args) if args.script is None else _measured(args)
     if profile is not None:
-        _show(profile, args.output)
+        tell(profile, as_json=False, output=None, also_written=[args.output])
     return 0
 
 
@@ -159,10 +153,3 @@ def _measured(args: argparse.Namespace) -> Profile | None:
             f"nothing was measured in {echo(script)}: {one_line(str(why))}.", key="nothing-measured"
         )
     return profiler.profile if process_rank().is_first else None
-
-
-def _show(profile: Document, path: Path) -> None:
-    from hf_pyao.tools.report.tables import markdown_of
-
-    say(markdown_of(profile))
-    say(f"written: {one_line(str(path))}")

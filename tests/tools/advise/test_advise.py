@@ -16,6 +16,7 @@ from transformers import GPT2Config, HfArgumentParser
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
 from hf_pyao.hf.arguments import PyAOTrainingArguments
+from hf_pyao.tools.advise import forbidden_writes
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 
 MODEL = """
@@ -50,7 +51,9 @@ from transformers import Trainer, TrainingArguments
 args = TrainingArguments(sys.argv[1], per_device_train_batch_size=4, max_steps=20, save_steps=1,
                          use_cpu=True, gradient_accumulation_steps=2, report_to="none")
 data = [{{"input_ids": ids[0], "labels": ids[0]}}] * 64
-Trainer(model, args, train_dataset=data).train()
+class OwnTrainer(Trainer):
+    pass
+OwnTrainer(model, args, train_dataset=data).train()
 print("the script has ended")
 """
 
@@ -71,10 +74,14 @@ print("the script has ended")
 def advise(
     folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *options: str
 ) -> tuple[int, list[str]]:
-    """Run the command on a script in *folder*; return its exit status, and the files there."""
+    """Run the command on a script in *folder*; return its exit status, and the files there.
+
+    Without the kernel's protection, which would hold for this process until it ends.
+    """
     (folder / "train.py").write_text(script)
     monkeypatch.chdir(folder)
-    status = main(["advise", "--gpu", "rtx4070", *options, "train.py", "--", "out/here"])
+    words = ["advise", "--unprotected", "--gpu", "rtx4070", *options, "train.py", "--", "out/here"]
+    status = main(words)
     return status, sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
@@ -96,24 +103,79 @@ def test_a_loop_is_ended_and_writes_nothing(
     _check_peak(said)
 
 
-def test_what_a_script_removes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_removes_or_changes_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "out").mkdir()
     for name in ("old.txt", "older.txt", "oldest.txt"):
         (tmp_path / "out" / name).write_text(name)
-    removes = (
-        "import os, shutil\nfrom pathlib import Path\n"
-        "os.remove('out/old.txt'); Path('out/older.txt').unlink()\n"
-        "os.rename('out/oldest.txt', 'out/new.txt')\n"
-        "open('out/mine.txt.tmp', 'w').close(); os.replace('out/mine.txt.tmp', 'out/mine.txt')\n"
-        "assert Path('out/mine.txt').read_text() == ''\n"
-        "shutil.rmtree('out'); os.makedirs('out', exist_ok=True)\n"
-        "Path('out/old.txt').write_text('new')\n"
-        "raise KeyboardInterrupt\n"
-    )
-    status, files = advise(tmp_path, monkeypatch, removes)
+    changes = """if True:
+        import os, shutil
+        from pathlib import Path
+        old = Path("out/older.txt")
+        os.truncate(old, 1); old.touch(); old.chmod(0o111); os.utime(old, (1, 1))
+        os.link(old, "linked.txt"); Path("out/mine").symlink_to("old.txt")
+        with open(os.open(old, os.O_WRONLY | os.O_APPEND), "a") as file: file.write("er")
+        assert old.read_text() == "older.txter"
+        Path("LOCK").touch(); lock = os.open("LOCK", os.O_RDWR); os.write(lock, b"me")
+        os.close(lock)
+        assert Path("LOCK").read_text() == "me"
+        os.remove("out/old.txt"); Path("out/older.txt").unlink()
+        os.rename("out/oldest.txt", "out/new.txt")
+        open("out/mine.txt.tmp", "w").close(); os.replace("out/mine.txt.tmp", "out/mine.txt")
+        assert Path("out/mine.txt").read_text() == ""
+        shutil.rmtree("out"); os.makedirs("out", exist_ok=True)
+        Path("out/old.txt").write_text("new")
+        try: os.remove("never.txt")
+        except FileNotFoundError: raise KeyboardInterrupt
+    """
+    before = (tmp_path / "out/older.txt").stat()
+    status, files = advise(tmp_path, monkeypatch, changes)
     assert status == 130
     assert files == ["out", "out/old.txt", "out/older.txt", "out/oldest.txt", "train.py"]
     assert (tmp_path / "out" / "old.txt").read_text() == "old.txt"
+    after = (tmp_path / "out/older.txt").stat()
+    assert (after.st_mode, after.st_mtime, after.st_size) == (before.st_mode, before.st_mtime, 9)
+
+
+def test_the_kernel_forbids_compiled_code_and_children_to_write(tmp_path: Path) -> None:
+    kept, free = tmp_path / "kept", tmp_path / "free"
+    for folder in (kept, free):
+        folder.mkdir()
+        (folder / "a").write_text("a")
+    code = """if True:
+        import ctypes, pathlib, subprocess, sys
+        from hf_pyao.tools.advise.forbidden_writes import forbid_writes
+        kept, free = map(pathlib.Path, sys.argv[1:])
+        forbid_writes([free, pathlib.Path("/dev/null")])
+        libc, held = ctypes.CDLL(None), bytes(kept / "a")
+        libc.chmod(held, 0); libc.truncate(held, ctypes.c_long(0)); libc.unlink(held)
+        libc.symlink(held, bytes(kept / "b")); libc.mkdir(bytes(kept / "c"), 0o777)
+        for words in ("chmod 0 a", "touch -d 2000-01-01 a", "mv a b", "rm a", "echo >> a"):
+            subprocess.run(words, shell=True, cwd=kept, stderr=subprocess.DEVNULL)
+        subprocess.run("echo b >> a; mkdir d", shell=True, cwd=free)
+    """
+    before = (kept / "a").stat()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", code, str(kept), str(free)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if "writes-not-forbidden" in done.stderr:
+        pytest.skip("this kernel cannot forbid it, and says so")
+    after = (kept / "a").stat()
+    assert (after.st_mode, after.st_mtime) == (before.st_mode, before.st_mtime)
+    assert [(each.name, each.read_text()) for each in kept.iterdir()] == [("a", "a")]
+    assert (free / "a").read_text() == "ab\n" and (free / "d").is_dir(), done.stderr
+
+
+def test_a_system_that_cannot_forbid_to_write_is_refused_before_the_script_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forbidden_writes.platform, "machine", lambda: "abacus")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('out.txt', 'w')")
+    assert main(["advise", "--gpu", "rtx4070", "train.py"]) == 2
+    assert "--unprotected" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
 
 
 def _check_peak(said: str) -> None:
@@ -158,6 +220,9 @@ def test_trainer_and_accelerate_write_nothing(
     assert "the script has ended" not in said
     assert "# Advice for GPT2LMHeadModel on rtx4070" in said
     assert ("gradients of earlier micro-batches are held" in said) == (script is TRAINER)
+    mixin = "class A(PyAOTrainerMixin, OwnTrainer) with class B(PyAOArguments, TrainingArguments)"
+    for words in (mixin, "OwnTrainer(..., callbacks=[PyAOCallback(PyAOConfig("):
+        assert (words in said) == (script is TRAINER)
 
 
 @pytest.mark.thorough
@@ -174,6 +239,10 @@ def test_a_small_card_gets_settings_that_fit(
     assert limit and needed
     assert all(float(each) <= float(limit[1]) for each in needed)
     assert ", does not fit: " not in said
+    advise(tmp_path, monkeypatch, LOOP, "--device-memory", "1GiB", "--steps", "1")
+    larger = re.findall(r"^\d\. ([\d.]+) MB", capsys.readouterr().out, re.MULTILINE)
+    assert len(larger) == 3  # what fits does not hide what takes less
+    assert float(larger[-1]) == pytest.approx(float(needed[-1]), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +279,14 @@ def test_a_script_that_raises_shows_its_error(
 def test_a_script_out_of_memory_is_advised_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fails = f"{MODEL}\nmodel(ids)\nraise torch.OutOfMemoryError('CUDA out of memory.')"
-    status, _ = advise(tmp_path, monkeypatch, fails)
+    fails = f"{MODEL}\nmodel.transformer.wte.requires_grad_(False)\nmodel(ids)\n"
+    fails += "raise torch.OutOfMemoryError('CUDA out of memory.')"
+    status, _ = advise(tmp_path, monkeypatch, fails, "--device-memory", "701MiB")
     said = capsys.readouterr().out
     assert status == 0
     assert "The script ran out of memory." in said
+    assert "No setting fits." in said
+    assert "LoRA" not in said  # some weights are frozen already
 
 
 def test_an_interrupt_ends_it_without_a_traceback(
@@ -233,7 +305,10 @@ def test_an_interrupt_ends_it_without_a_traceback(
 @pytest.mark.thorough
 def test_a_signal_ends_a_running_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import time\nopen('out.txt', 'w')\nprint('begun', flush=True)\ntime.sleep(60)\n"
+        "import sqlite3, time\nopen('out.txt', 'w')\n"
+        "try: sqlite3.connect('a.db').execute('create table a (b)')\n"
+        "except sqlite3.OperationalError: print('begun', flush=True)\n"
+        "time.sleep(60)\n"
     )
     words = [sys.executable, "-m", "hf_pyao.cli", "advise", "--gpu", "rtx4070", "train.py"]
     running = subprocess.Popen(

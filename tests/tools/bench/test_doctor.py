@@ -157,7 +157,7 @@ def test_it_ends_with_the_fastest_way_to_train_on_this_machine() -> None:
         words[name] = verdict_on(machine, model, sequence_length=128).words
         text = render(examine(machine), words[name])
         assert text.endswith(words[name])
-    assert "Offloading everything is" in words["fast"]
+    assert "about equally fast" in words["fast"] and "Checkpointing is" not in words["fast"]
     assert "Checkpointing is" in words["slow"]
     report = report_of(GOOD, examine(GOOD), words["fast"])
     assert report.facts["verdict"] == words["fast"]

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
 from hf_pyao.errors import ConfigError
+from hf_pyao.hf.arguments import PyAOTrainingArguments
 from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
@@ -19,6 +21,7 @@ from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import ENGINES
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.jobs import METHODS
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.verdict_text import verdict
 from hf_pyao.tools.estimate.ways import WAYS
@@ -117,11 +120,52 @@ def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
     assert rows["policy budget"].hidden > rows["policy all"].hidden  # type: ignore[operator]
 
 
+def made_up(method: str, tokens_per_s: float, **fields: Any) -> EstimateRow:
+    figures = dict.fromkeys(("peak_bytes", "peak_tensor_bytes", "next_peak_bytes", "host_bytes"), 8)
+    return EstimateRow(
+        method=method,
+        tokens_per_s=tokens_per_s,
+        **{"micro_batch": 3, "largest_micro_batch": 3, "fits": True, "offloaded_bytes": 2**31},
+        **{"peak_phase": "forward", "peak_where": "", "peak_tensor": "", **figures},
+        **{"step_ms": 1.0, "compute_ms": 1.0, **fields},
+    )
+
+
+def test_the_first_sentence_has_the_flags_and_no_lead_that_times_do_not_carry() -> None:
+    rows = [made_up("checkpointing", 80.0), made_up("policy auto", 100.0), made_up("none", 40.0)]
+    first = verdict(rows, SMALL, 64).split(". ")[0]
+    assert first.startswith("Take checkpointing, 80 tokens/s at micro-batch 3: --gradient_check")
+    assert "--per_device_train_batch_size 3" in first and "30%" in first
+    rows[0] = made_up("policy all", 70.0)
+    assert verdict(rows, SMALL, 64) == (
+        "Fastest: policy auto, 100 tokens/s at micro-batch 3: --activation_offload "
+        "--activation_offload_policy auto --per_device_train_batch_size 3."
+    )
+    for speed, words in ((99.0, "about equally fast"), (105.0, "everything is 31% faster")):
+        both = [made_up("checkpointing", 80.0), made_up("policy all", speed)]
+        assert words in verdict(both, SMALL, 64)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_way_s_flags_are_those_of_a_script(method: str) -> None:
+    row = made_up(method, 9.0, num_streamed_blocks=int("streamed" in method))
+    said = verdict([row], SMALL, 64).partition("micro-batch 3: ")[2]
+    words = said.split(". ")[0].rstrip(".").split()
+    parser = HfArgumentParser(PyAOTrainingArguments)
+    args, _ = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    assert args.per_device_train_batch_size == 3
+    assert args.gradient_checkpointing == method.startswith("checkpointing")
+    assert args.activation_offload == (method not in ("none", "checkpointing"))
+    if args.activation_offload:
+        config = args.pyao_config()
+        assert (config.head_loss == "chunked") == method.endswith("chunked loss")
+        assert (config.stream_weights == "auto") == ("streamed" in method)
+        assert f"policy {config.policy}" in method or config.policy in ("off", "all")
+
+
 @pytest.mark.thorough
 def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) -> None:
-    said = verdict(list(rows.values()), SMALL, 64)
-    best = max(rows.values(), key=lambda row: row.tokens_per_s)
-    assert f"Fastest: {best.method}," in said
     slow = Estimator(
         build_config("llama", find_size("llama", "tiny"), vocab_size=4096),
         SMALL.with_link(0.01),
@@ -313,7 +357,7 @@ def test_the_step_of_a_way_is_the_one_of_its_row(rows: dict[str, EstimateRow]) -
     assert row.peak_bytes <= step.limit_bytes
     assert {span.lane for span in step.spans} >= {"forward", "backward", "offload", "reload"}
     named = step_of(report, config, SMALL, options)
-    assert f"Fastest: {named.setup['method']}," in report.verdict
+    assert f" {named.setup['method']}, " in report.verdict.partition(" tokens/s")[0]
     with pytest.raises(
         ConfigError, match="which this model has no row for.*Rows: none, checkpointing"
     ):

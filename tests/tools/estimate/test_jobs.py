@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from hf_pyao.tools.estimate import jobs as jobs_module
 from hf_pyao.tools.estimate.jobs import Job, _start_method, all_jobs, run_jobs
 
 
@@ -59,6 +63,23 @@ def test_each_way_is_told_and_rows_are_in_order(num_processes: int, tmp_path: Pa
     assert num_recordings == 2
     assert sorted(told) == sorted(row.method for row in rows)
     assert len(all_jobs(micro_batch=None, with_longest=False, **shared)) == 4
+
+
+class Slow(MadeUp):
+    """A job that goes on for a while when its first way is done."""
+
+    def run(self, on_done: Any) -> tuple[list[Any], int]:
+        on_done("first")
+        time.sleep(2)
+        return [], 1
+
+
+def test_an_interrupt_ends_the_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "POLL_SECONDS", 0.05)
+    jobs = [Slow((), **dict.fromkeys(_others(Job))) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, 2, Mock(side_effect=KeyboardInterrupt))
+    assert multiprocessing.active_children() == []
 
 
 def _others(kind: type[Job]) -> list[str]:

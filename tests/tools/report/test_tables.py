@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+
+import pytest
 
 from hf_pyao.plan.documents.bench import OUT_OF_MEMORY, BenchRow
 from hf_pyao.quantities import number
 from hf_pyao.tools.report.tables import markdown_of
+from hf_pyao.tools.report.terminal import show_view, text_of_view
 from hf_pyao.tools.report.views.bench_view import bench_table
+from hf_pyao.tools.report.views.view import Table, View
 from tests.helpers.documents import make_bench, make_facts, make_row, make_run
 
 
@@ -128,3 +133,35 @@ def test_numbers_keep_three_digits() -> None:
 def test_a_pipe_in_a_cell_does_not_break_the_table() -> None:
     text = markdown_of(make_bench([make_row("pyao:x=a|b", 10.0, 1.0)]))
     assert "| pyao:x=a\\|b |" in text
+
+
+VIEW = View(
+    title="three ways",
+    summary="Take `b_1`: --activation_offload_policy auto. " * 3,
+    tables=[
+        Table(
+            ["way to train it", "time, ms", "largest micro-batch", "why"],
+            [["a name with many words", "12,345.6", "none", "–"], ["b_1", "7", "1,024", "x" * 30]],
+        )
+    ],
+)
+
+
+@pytest.mark.parametrize("width", [48, 64, 90])
+def test_text_is_as_wide_as_the_terminal_and_figures_stay_whole(width: int) -> None:
+    text = text_of_view(VIEW, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "12,345.6" in text and "1,024" in text
+    assert (f"for {width} columns: why." in text) == (width < 90) == ("x" * 30 not in text)
+    assert text.startswith("three ways\n\nTake `b_1`: --activation_offload_policy auto.")
+
+
+def test_a_terminal_is_shown_text_and_a_file_gets_markdown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_view(VIEW)
+    assert "| b_1 | 7 | 1,024 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_view(VIEW)
+    said = capsys.readouterr().out
+    assert "|" not in said and "\\" not in said and "b_1" in said

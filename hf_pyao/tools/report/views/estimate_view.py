@@ -11,17 +11,17 @@ from hf_pyao.tools.report.views.view import Table, View
 
 
 def estimate_view(report: EstimateReport) -> View:
-    """Return one table row for each way to train, the verdict, and what sets each peak."""
+    """Return the verdict, one table row for each way to train, and what sets each peak."""
     notes = [
         *map(_cause, report.rows),
         *_inside(report.rows),
         *_limit(report),
-        *map(_assumed, report.assumptions),
+        *(f"assumed: {each}" for each in report.assumptions),
     ]
     return View(
         title=report.title,
+        summary=report.verdict,
         tables=[estimate_table(report)],
-        conclusion=report.verdict,
         notes=list(dict.fromkeys(notes)),
         provenance=report.provenance,
     )
@@ -32,16 +32,16 @@ def estimate_table(report: EstimateReport) -> Table:
     header = [
         "method",
         "largest micro-batch",
-        "with expandable segments",
+        "tokens/s",
+        "step, ms",
+        "reserved, GB",
+        "host, GB",
         "longest sequence",
+        "with expandable segments",
         "at micro-batch",
         "allocated, GB",
         "inside kernels, GB",
-        "reserved, GB",
-        "step, ms",
-        "tokens/s",
         "copies hidden",
-        "host, GB",
         "layers streamed",
         "weights on the host, GB",
         "tokens to hide uploads",
@@ -49,19 +49,17 @@ def estimate_table(report: EstimateReport) -> Table:
     rows = [
         [
             row.method,
-            str(row.largest_micro_batch) if row.largest_micro_batch else "none",
-            _with_expandable_segments(row),
-            _length(row),
-            str(row.micro_batch),
-            f"{row.peak_bytes / 1e9:.2f}" + _too_much(row, row.reserved_bytes is None),
-            f"{row.workspace_bytes / 1e9:.2f}" if row.workspace_of else ABSENT,
-            ABSENT
-            if row.reserved_bytes is None
-            else f"{row.reserved_bytes / 1e9:.2f}" + _too_much(row, True),
-            f"{row.step_ms:,.1f}",
+            _number(row.largest_micro_batch),
             f"{row.tokens_per_s:,.0f}",
+            f"{row.step_ms:,.1f}",
+            _gb(row.reserved_bytes) + ("" if row.fits else " (too much)"),
+            _gb(row.host_bytes),
+            _length(row),
+            _number(row.largest_with_expandable_segments),
+            str(row.micro_batch),
+            _gb(row.peak_bytes),
+            _gb(row.workspace_bytes if row.workspace_of else None),
             ABSENT if row.hidden is None else f"{row.hidden:.0%}",
-            f"{row.host_bytes / 1e9:.2f}",
             *_streamed(row),
         ]
         for row in report.rows
@@ -86,15 +84,12 @@ def _streamed(row: EstimateRow) -> tuple[str, str, str]:
     )
 
 
-def _with_expandable_segments(row: EstimateRow) -> str:
-    found = row.largest_with_expandable_segments
-    if found is None:
-        return ABSENT
-    return str(found) if found else "none"
+def _number(count: int | None) -> str:
+    return ABSENT if count is None else str(count or "none")
 
 
-def _too_much(row: EstimateRow, is_shown_here: bool) -> str:
-    return " (too much)" if is_shown_here and not row.fits else ""
+def _gb(nbytes: int | None) -> str:
+    return ABSENT if nbytes is None else f"{nbytes / 1e9:.2f}"
 
 
 def _length(row: EstimateRow) -> str:
@@ -141,7 +136,3 @@ def _limit(report: EstimateReport) -> list[str]:
         return []
     aside = ", ".join(f"{each['nbytes'] / 1e9:.2f} GB {each['name']}" for each in report.memory)
     return [f"a step may take {report.limit_bytes / 1e9:.2f} GB of the card; set aside: {aside}"]
-
-
-def _assumed(text: str) -> str:
-    return f"assumed: {text}"
