@@ -2,7 +2,7 @@
 
     python recipes/gpu_day.py --list
     python recipes/gpu_day.py --output DAY --budget 540
-    python recipes/gpu_day.py --output DAY2 --resume DAY --parts second --budget 230
+    python recipes/gpu_day.py --output DAY2 --resume DAY --parts second first --budget 230
     python recipes/gpu_day.py --smoke          # the whole program on a CPU, in a size of minutes
 
 Needs a checkout, torch, transformers and accelerate; peft for adapters, pytest for the tests. Each
@@ -102,10 +102,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no accelerator, or no earlier day to go on from.
     """
+    from hf_pyao.config import is_switched_off
     from hf_pyao.errors import ConfigError
     from hf_pyao.tools.bench.processes import Deadline
     from on_gpu.day import FIGURES, Journal, problems_of, read_lines, run_parts, unpack_wheels
 
+    if is_switched_off():
+        raise ConfigError("PYAO=off is set, and the day would measure nothing. Unset it.")
     deadline = Deadline.after(args.budget)
     say = teller(args.output)
     earlier = []
@@ -145,13 +148,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
-    """Return the parts that are asked for, in their order."""
-    is_all = args.smoke and args.parts == [FIRST]
-    return [
-        name
-        for name, part in PARTS.items()
-        if is_all or name in args.parts or part.command in args.parts
-    ]
+    """Return the parts that are asked for, in the order in which they are."""
+    asked = [FIRST, SECOND, LATER] if args.smoke and args.parts == [FIRST] else args.parts
+    found = [n for each in asked for n, part in PARTS.items() if each in (n, part.command)]
+    return list(dict.fromkeys(found))
 
 
 def teller(folder: Path) -> Callable[[str], None]:

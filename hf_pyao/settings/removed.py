@@ -99,10 +99,10 @@ def refuses_removed(cls: C) -> C:
     make: Callable[..., None] = vars(cls)["__init__"]
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+    def __init__(*args: Any, **settings: Any) -> None:
         for name in REMOVED_SETTINGS.intersection(settings):
             refuse_removed(name, name, settings.pop(name))
-        make(self, *args, **settings)
+        make(*args, **settings)
 
     type.__setattr__(cls, "__init__", __init__)
     return cls

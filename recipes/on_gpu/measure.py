@@ -25,6 +25,9 @@ GIB = 2**30
 MOST_WARMUP = 30
 """Micro-batches until a plan of ``auto`` has to stand."""
 
+SETTLING_SAMPLES = 8
+"""Micro-batch at which ``auto`` measures, where the row's own one is as large as a plan allows."""
+
 UNSETTLED = (Mode.MEASURING, Mode.TIMING, Mode.LISTENING, Mode.RECORDING, Mode.CHECKING)
 """Modes in which a micro-batch is not yet what ``auto`` comes to."""
 
@@ -100,6 +103,7 @@ def measure(row: Row, lab: Lab) -> Figures:
         ballast_bytes = 0
     ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=lab.device)
     lab.host.reset_peaks()
+    way = WAYS[row.way]
     try:
         with attention_of(row.attention), _Training(row, model, lab) as training:
             return training.figures()
@@ -109,6 +113,8 @@ def measure(row: Row, lab: Lab) -> Figures:
         if row.way.endswith("streamed"):
             del model
             lab.drop_model()  # its weights are on the host now
+        if way.settings is None and way.peer not in ("none", "checkpoint"):
+            lab.memory.release_caches()  # pinned by others, in sizes that nobody asks for again
         lab.memory.cap(None)
 
 
@@ -153,9 +159,17 @@ class _Training:
     def figures(self) -> Figures:
         """Warm up, time steps, and return what they took."""
         row, memory = self.row, self.lab.memory
-        warmups_ms = [self._timed() for _ in range(row.num_warmup)]
-        while not self._has_settled() and len(warmups_ms) < MOST_WARMUP:
+        warmups_ms: list[float] = []
+        full, is_large = self.batch, row.cap_gib is not None and row.way.startswith("auto")
+        if is_large:  # everything is offloaded until there is a plan, which need not fit in full
+            self.batch = {key: value[:SETTLING_SAMPLES] for key, value in full.items()}
+        while len(warmups_ms) < row.num_warmup or (
+            not self._has_settled() and len(warmups_ms) < MOST_WARMUP
+        ):
             warmups_ms.append(self._timed())
+        if is_large:  # its first forward plans for it
+            self.batch = full
+            warmups_ms += [self._timed() for _ in range(row.num_warmup)]
         before_bytes = memory.allocated_bytes()
         memory.reset_peaks()
         times_ms = [self._timed() for _ in range(row.num_steps)]
@@ -170,7 +184,7 @@ class _Training:
             "reserved_bytes": reserved_bytes,
             "growth_bytes": _difference(peak_bytes, before_bytes),
             "after_forward_bytes": self._after_forward_bytes(),
-            "pinned_bytes": self.lab.host.pinned_bytes(),
+            "pinned_bytes": _pinned_bytes(self.lab.device),
             "rss_bytes": self.lab.host.rss_bytes(),
             "num_warmup": len(warmups_ms),
             "longest_warmup_ms": max(warmups_ms, default=None),
@@ -238,6 +252,14 @@ def attention_of(kernel: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
+
+
+def _pinned_bytes(device: torch.device) -> int | None:
+    """Return the most bytes in pinned tensors; what is cached for the next rows does not count."""
+    if device.type != "cuda":
+        return None
+    found: int | None = torch.cuda.host_memory_stats().get("active_bytes.peak")
+    return found
 
 
 def _difference(value: int | None, base: int | None) -> int | None:

@@ -67,7 +67,7 @@ class Part:
     @property
     def limit_s(self) -> float:
         """Most seconds that it may take."""
-        return 2.0 * self.seconds
+        return max(2.0 * self.seconds, self.seconds + 60.0)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
@@ -205,6 +205,7 @@ def run_tests(files: Sequence[str], request: Request, *, allocator: str = "") ->
         environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     # -W default: a warning that another release gives must not waste a lease.
     options = ["-m", "gpu", "-v", "--tb=short", "-W", "default", "-p", "no:cacheprovider"]
+    options.append("--continue-on-collection-errors")  # a package that is missing costs its file
     if len(files) > 3 and importlib.util.find_spec("xdist") is not None:
         options += ["-n", "2" if request.is_smoke else "4"]
     command = [sys.executable, "-m", "pytest", *files, *options]
@@ -218,7 +219,7 @@ def run_tests(files: Sequence[str], request: Request, *, allocator: str = "") ->
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                timeout=max(5.0, request.limit_s - 5.0),
+                timeout=max(1.0, request.limit_s - 5.0),
                 check=False,
             )
             ended = ""
@@ -265,7 +266,13 @@ def count_outcomes(lines: Sequence[str], ended: str = "", *, may_skip: bool = Fa
 
 
 _RESERVED = "tests/gpu/test_reserved_on_device.py"
-_RACES = ("tests/gpu/test_stream_races.py", "tests/gpu/test_no_synchronise.py")
+_RACES = (
+    "tests/gpu/test_no_synchronise.py",
+    "tests/gpu/test_stream_races.py::test_a_missing_wait_shows",
+    "tests/gpu/test_stream_races.py",
+)
+"""The longest last: its cases are many, and some may be cut off."""
+
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
@@ -277,13 +284,13 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "B": Part(
             summary="the allocator beside its replay, in a process of its own",
-            seconds=8,
+            seconds=15,
             command=FIRST,
             tasks=_tests("B: allocator", _RESERVED),
         ),
         "B2": Part(
             summary="the same with expandable segments",
-            seconds=7,
+            seconds=13,
             command=FIRST,
             tasks=_tests("B2: allocator", _RESERVED, allocator="expandable_segments:True"),
         ),
@@ -295,74 +302,71 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "D": Part(
             summary="races with sleeping kernels, and that nothing synchronises",
-            seconds=20,
+            seconds=30,
             command=FIRST,
             tasks=_tests("D: races", *_RACES),
         ),
         "D2": Part(
             summary="three rows of C under torch's CUDA sanitizer",
-            seconds=10,
+            seconds=15,
             command=FIRST,
             tasks=_watched_bits,
         ),
         "E": Part(
             summary="what kernels of attention allocate inside",
-            seconds=15,
+            seconds=12,
             command=FIRST,
             tasks=_workspaces,
         ),
         "F": Part(
             summary="speed in bf16 without a cap",
-            seconds=140,
+            seconds=125,
             command=FIRST,
             tasks=_steps(rows_of.speed_rows),
         ),
-        "G": Part(
-            summary=f"predicted largest micro-batches within {rows_of.CAP_GIB} GiB",
-            seconds=45,
-            command=FIRST,
-            tasks=_steps(
-                lambda: rows_of.cap_rows("opt:1.3b", part="G"),
-                lambda: rows_of.cap_rows("llama:1.2b", part="G"),
-            ),
-        ),
-        "G2": Part(
-            summary="OPT's with expandable segments",
-            seconds=15,
-            command=FIRST,
-            is_expandable=True,
-            tasks=_steps(lambda: rows_of.cap_rows("opt:1.3b", part="G2")),
-        ),
         "H": Part(
             summary="an RTX 4070's ratio of compute to link: fp32 without TF32",
-            seconds=70,
+            seconds=60,
             command=FIRST,
             tasks=_steps(rows_of.ratio_rows),
         ),
         "I": Part(summary="a trace of one step", seconds=15, command=FIRST, tasks=_trace),
-        "J": Part(summary="the host's part", seconds=15, command=FIRST, tasks=_host),
+        "J": Part(summary="the host's part", seconds=12, command=FIRST, tasks=_host),
+        "G": Part(
+            summary=f"predicted largest micro-batches within {rows_of.CAP_GIB} GiB",
+            seconds=50,
+            command=FIRST,
+            tasks=_steps(lambda: rows_of.cap_rows("G")),
+        ),
+        "G2": Part(
+            summary="OPT's with expandable segments",
+            seconds=13,
+            command=FIRST,
+            is_expandable=True,
+            tasks=_steps(lambda: rows_of.cap_rows("G2")),
+        ),
         "K": Part(
             summary="adapters on Llama-8B, resident and streamed",
-            seconds=60,
+            seconds=75,
             command=SECOND,
             tasks=_steps(rows_of.adapter_rows),
         ),
         "L": Part(
             summary="65,536 tokens with adapters on Llama-8B, within 24 GB",
-            seconds=40,
+            seconds=45,
             command=SECOND,
             is_expandable=True,
             tasks=_steps(rows_of.headline_rows),
         ),
         "M": Part(
             summary="figures of others: transformers, TRL, axolotl",
-            seconds=70,
+            seconds=60,
             command=SECOND,
             tasks=_others,
         ),
         "N": Part(
             summary="all tests marked gpu",
-            seconds=60,
+            seconds=50,
             command=SECOND,
             tasks=_tests("N: tests", everywhere=True),
         ),

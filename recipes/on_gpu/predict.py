@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
 from hf_pyao.errors import PyAOError
+from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
@@ -18,6 +19,7 @@ from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.verdict_text import CHUNKED
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT
+from on_gpu.parts import PARTS
 from on_gpu.rows import CAP_GIB, WAYS, Row, all_rows
 
 CARDS = ("h100", "h200")
@@ -44,7 +46,17 @@ def _predicted(row: Row, card: str, estimators: dict[Any, Estimator]) -> dict[st
     budget_gib = row.cap_gib or row.settings.get("device_memory_gib")
     if row.predicted_on is not None and budget_gib is not None:
         budget_gib /= 2  # predicted in bf16, run in fp32
-    key = (card, *row.setup, row.tokens, row.engine, row.attention, budget_gib, row.predicted_on)
+    is_expandable = PARTS[row.part].is_expandable
+    key = (
+        card,
+        is_expandable,
+        *row.setup,
+        row.tokens,
+        row.engine,
+        row.attention,
+        budget_gib,
+        row.predicted_on,
+    )
     try:
         if key not in estimators:
             estimators[key] = _estimator(row, card, budget_gib)
@@ -93,7 +105,8 @@ def _estimator(row: Row, card: str, budget_gib: float | None) -> Estimator:
         attention=row.attention if row.predicted_on is None else "flash",
     )
     config = config_of(parse_model(row.model))
-    return Estimator(config, hardware, sequence_length=row.tokens, **fields)
+    allocator = AllocatorSettings(expandable_segments=PARTS[row.part].is_expandable)
+    return Estimator(config, hardware, sequence_length=row.tokens, allocator=allocator, **fields)
 
 
 def with_cap(hardware: Hardware, cap_gib: float = CAP_GIB) -> Hardware:

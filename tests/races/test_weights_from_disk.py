@@ -50,6 +50,7 @@ class DrawnRead:
         self.target = target
         self.start, self.end = start, end
         self.is_cancelled = False
+        self.is_lost = False
         self.has_ended = False
         self.content: torch.Tensor | None = None
         """What comes; None: the read fails."""

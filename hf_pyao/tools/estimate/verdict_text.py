@@ -36,7 +36,8 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
             f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
         )
     speed = f"{best.tokens_per_s:,.0f} tokens/s at micro-batch {best.micro_batch}"
-    said = f"{best.method}, {speed}: {_flags(best)}"
+    name = "plain training" if best.method == "none" else best.method
+    said = f"{name}, {speed}: {_flags(best)}"
     words = [f"Fastest: {said}."]
     if len(_fastest(fitting)) > 1:
         within = f"more than the {TIMES_WITHIN:.0%} that times are good to"
@@ -58,12 +59,12 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
             f"disk (disk_path), of which {best.disk_read_bytes / 1e9:.1f} GB are read in a step of "
             f"{best.step_ms / 1e3:.1f} s."
         )
-    for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
+    for kind, where in (("", "without the chunked loss"), (CHUNKED, "with it")):
         plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
         checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
         if checkpointing is None or offloading is None:
             continue
-        words.append(_compare(checkpointing, offloading, hardware, name))
+        words.append(_compare(checkpointing, offloading, hardware, where))
     return " ".join(words)
 
 
