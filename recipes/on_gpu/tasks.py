@@ -360,7 +360,7 @@ def _above(lab: Lab, run: Callable[[], Any]) -> tuple[int | None, Any]:
 
 
 def traced_step(lab: Lab, row: Row, trace: Path) -> Figures:
-    """Profile *row*, warm-up and step; write the trace, and say how much compute hides of copies."""
+    """Profile *row* and write its trace; say how much of the copies compute hides."""
     activities = sorted(torch.profiler.supported_activities(), key=str)
     plain = measure(row, lab)
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import zipfile
@@ -17,9 +18,10 @@ from hf_pyao.tools.bench import processes
 from hf_pyao.tools.bench.processes import Deadline
 from on_gpu import day, parts
 from on_gpu.day import Journal, Line, problems_of, read_lines, run_part, run_parts
+from on_gpu.measure import Lab, measure
 from on_gpu.page import page_of
 from on_gpu.parts import FIRST, PARTS, SECOND, Request, count_outcomes, files_with_gpu_tests
-from on_gpu.rows import CAP_GIB, LARGEST, WAYS, all_rows, cap_rows
+from on_gpu.rows import CAP_GIB, LARGEST, WAYS, all_rows, cap_rows, smoke
 from on_gpu.tasks import hidden_copies
 from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
@@ -194,6 +196,25 @@ def test_auto_has_a_limit_to_plan_for_and_few_micro_batches_to_measure() -> None
         if row.way.startswith("auto"):
             assert row.settings["device_memory_gib"]
             assert (WAYS[row.way].settings or {})["profile_steps"] == 3
+
+
+def test_auto_settles_on_small_batches_before_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there is a plan everything is offloaded, which need not fit at the plan's own size."""
+    row = next(row for row in cap_rows("G") if row.way == "auto + chunked")
+    settings = {**row.settings, "min_bytes": 0}
+    row = dataclasses.replace(smoke(row), micro_batch=20, cap_gib=row.cap_gib, settings=settings)
+    lab = Lab.on("cpu", is_smoke=True)
+    monkeypatch.setattr(lab.memory, "cap", lambda cap_gib: None)
+    sizes: list[int] = []
+    model = lab.model(row)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    figures = measure(row, lab)
+    assert sizes == [8] * (len(sizes) - 2) + [20, 20], "a warm-up that plans, and a step"
+    assert len(sizes) > 4
+    assert figures["num_warmup"] == len(sizes) - 1
+    assert figures["mode"] in ("following", "checking")
 
 
 def test_the_largest_sizes_are_those_that_are_predicted() -> None:
