@@ -218,6 +218,9 @@ def page_input(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[
         about["commit"] = f"{source['commit']}{' (changed)' * bool(source['is_dirty'])}"
         about["versions"] = ", ".join(f"{k} {v}" for k, v in source["versions"].items() if v)
         about["when"] = source["created_at"]
+    if document:
+        made = document["provenance"]
+        about["predicted"] = f"`{made['command']}`, commit `{made['commit'][:12]}`"
     rest = [line for line in lines if line["name"] != "about"]
     return rest, about, document.get("predictions", {})
 
