@@ -219,8 +219,8 @@ def page_input(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[
         about["versions"] = ", ".join(f"{k} {v}" for k, v in source["versions"].items() if v)
         about["when"] = source["created_at"]
     if document:
-        made = document["provenance"]
-        about["predicted"] = f"`{made['command']}`, commit `{made['commit'][:12]}`"
+        commit = document["provenance"]["commit"][:12]
+        about["predicted"] = f"`python recipes/gpu_day.py --predict`, commit `{commit}`"
     rest = [line for line in lines if line["name"] != "about"]
     return rest, about, document.get("predictions", {})
 
