@@ -17,6 +17,7 @@ from hf_pyao.engine.transfer.layout import (
     ByteViews,
     TensorLayout,
     byte_offset,
+    has_bytes,
     part_targets,
     parts_view,
     place_parts,
@@ -140,7 +141,7 @@ class Mover(ReloadSchedule):
         is_done = type(moved.offload_ticket) is DoneTicket and moved.codec is None
         if not is_done or host is None or tier is None or not tier.store.is_host_memory:
             return False
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or not has_bytes(tensor):
             return False
         self.drop_device_copy(moved)
         host.data.copy_(self._bytes.of(tensor, start, start + moved.nbytes))
