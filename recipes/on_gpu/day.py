@@ -73,10 +73,10 @@ class Journal:
 
 
 def is_done(line: Line) -> bool:
-    """Say whether *line* need not be measured again: it has figures, or did not fit as expected."""
+    """Say whether *line* need not be measured again: it is right, or did not fit as expected."""
     if line["status"] == OUT_OF_MEMORY:
         return bool(line.get("was_expected_to_run_out"))
-    return bool(line["status"] == OK)
+    return line["status"] == OK and line["figures"].get("is_right") is not False
 
 
 def read_lines(folder: Path) -> list[Line]:

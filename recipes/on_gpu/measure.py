@@ -172,6 +172,7 @@ class _Training:
             warmups_ms += [self._timed() for _ in range(row.num_warmup)]
         before_bytes = memory.allocated_bytes()
         memory.reset_peaks()
+        retries = _num_alloc_retries(self.lab.device)
         times_ms = [self._timed() for _ in range(row.num_steps)]
         peak_bytes, reserved_bytes = memory.peak_allocated_bytes(), memory.peak_reserved_bytes()
         step_ms = statistics.median(times_ms)
@@ -185,6 +186,7 @@ class _Training:
             "growth_bytes": _difference(peak_bytes, before_bytes),
             "after_forward_bytes": self._after_forward_bytes(),
             "pinned_bytes": _pinned_bytes(self.lab.device),
+            "num_alloc_retries": _num_alloc_retries(self.lab.device) - retries,
             "rss_bytes": self.lab.host.rss_bytes(),
             "num_warmup": len(warmups_ms),
             "longest_warmup_ms": max(warmups_ms, default=None),
@@ -214,9 +216,11 @@ class _Training:
 
     def _step(self, between: Callable[[], None] = lambda: None) -> None:
         with self._installed.step():
-            loss = self.model(**self.batch, use_cache=False).loss
+            # Logits live on during backward, as in a loop by hand, and as is predicted.
+            outputs = self.model(**self.batch, use_cache=False)
             between()
-            loss.backward()
+            outputs.loss.backward()
+            del outputs
         if self.optimizer is not None:
             self.optimizer.step()
         self.model.zero_grad(set_to_none=True)
@@ -259,6 +263,14 @@ def _pinned_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     found: int | None = torch.cuda.host_memory_stats().get("active_bytes.peak")
+    return found
+
+
+def _num_alloc_retries(device: torch.device) -> int:
+    """Return how often the allocator had to give back segments, which waits for the device."""
+    if device.type != "cuda":
+        return 0
+    found: int = torch.cuda.memory_stats(device)["num_alloc_retries"]
     return found
 
 

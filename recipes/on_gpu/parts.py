@@ -73,9 +73,9 @@ class Part:
 # ---- tasks ---------------------------------------------------------------------------------------
 
 
-def _steps(*makers: Callable[[], list[Row]]) -> Callable[[Request], list[Task]]:
+def _steps(rows: Callable[[], list[Row]]) -> Callable[[Request], list[Task]]:
     def tasks(request: Request) -> list[Task]:
-        return [_step(row, request) for make in makers for row in make()]
+        return [_step(row, request) for row in rows()]
 
     return tasks
 
@@ -125,12 +125,9 @@ def _bits(request: Request) -> list[Task]:
 def _watched_bits(request: Request) -> list[Task]:
     from on_gpu import tasks
 
-    def run(lab: Lab, way: str) -> Figures:
-        tasks.watch_streams()
-        return tasks.same_bits(lab, "llama", way, is_deterministic=True, tokens=_tokens(request))
-
+    watched = partial(tasks.watched_bits, tokens=_tokens(request))
     return [
-        Task(f"D2: llama, {way}, streams watched", partial(run, way=way))
+        Task(f"D2: llama, {way}, streams watched", partial(watched, way=way))
         for way in list(tasks.COMPARED)[1:7:2]
     ]
 

@@ -273,13 +273,26 @@ def deterministic(lab: Lab, is_on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(was_on)
 
 
-def watch_streams() -> None:
-    """Have torch's CUDA sanitizer watch every operation of this process from now on."""
+def watched_bits(lab: Lab, way: str, tokens: int) -> Figures:
+    """Return what :func:`same_bits` does, torch's CUDA sanitizer watching every operation.
+
+    From then on it watches all that this process does.
+
+    Raises:
+        RuntimeError: it found an access that is not ordered; the message says which.
+    """
     if torch.cuda.is_available():
         from torch.cuda import _sanitizer
 
         if not _sanitizer.cuda_sanitizer.enabled:
             _sanitizer.enable_cuda_sanitizer()
+    try:
+        return same_bits(lab, "llama", way, is_deterministic=True, tokens=tokens)
+    except Exception as error:
+        errors = getattr(error, "errors", None)
+        if not errors:
+            raise
+        raise RuntimeError("\n".join(map(str, errors))) from error
 
 
 # ---- E: what attention allocates inside ----------------------------------------------------------
@@ -303,9 +316,9 @@ def workspace(lab: Lab, kernel: str, shape: tuple[int, int, int, int, int, float
         batch, tokens, backend = 1, 32, SDPBackend.MATH
 
     def made(num_heads: int) -> torch.Tensor:
-        size = (batch, num_heads, tokens, width)
-        dtype = torch.bfloat16
-        return torch.randn(size, dtype=dtype, device=lab.device, requires_grad=True)
+        size = (batch, tokens, num_heads, width)
+        drawn = torch.randn(size, dtype=torch.bfloat16, device=lab.device)
+        return drawn.transpose(1, 2).requires_grad_()  # as models do: others are copied first
 
     query, key, value = made(heads), made(key_heads), made(key_heads)
     found: Figures = {}

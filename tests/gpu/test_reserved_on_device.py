@@ -39,6 +39,7 @@ def test_the_same_requests_reserve_the_same(gpu: Device) -> None:
     if settings is None:
         pytest.skip("the allocator is not torch's own")
     gc.collect()
+    torch.cuda.init()  # statistics of a device that nobody has used yet cannot be reset
     torch._C._cuda_clearCublasWorkspaces()  # those of earlier tests: this one's are recorded
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_reserved(device)
