@@ -147,8 +147,12 @@ class ProfileWriter:
             self._device,
             self._num_micro_batches,
             weakly(self._measured, None),  # the profiler is ours: [Note: Who owns whom]
+            pinned_bytes=self._pinned_bytes,
             times_packs=self._path is not None,  # no plan is made from them
         )
+
+    def _pinned_bytes(self) -> int:
+        return self._link.tiers.pinned_bytes
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Begin; *owner* is who has the writer, and *model* what is trained."""
@@ -255,7 +259,8 @@ class ProfileWriter:
         for phase, before_ms, after_ms in zip(
             ("forward", "backward"), self._stalls_ms, stalls_ms, strict=True
         ):
-            mean_ms = max(0.0, after_ms - before_ms) / self._num_micro_batches
+            num_run = self._num_micro_batches + profiler.num_uncounted
+            mean_ms = max(0.0, after_ms - before_ms) / num_run
             waits_ms[phase] = waits_ms.get(phase, 0.0) + mean_ms
         metrics = dict(self.profile.metrics)
         for phase, mean_ms in waits_ms.items():

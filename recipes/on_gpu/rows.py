@@ -37,6 +37,10 @@ class Way:
 
 
 _CHUNKED = {"head_loss": "chunked"}
+_LONG_CONTEXT = {"policy": "all", "long_context": True, "verify_recompute": "off"}
+"""Without checks of second runs: these are in a run's first three micro-batches and in few later
+ones, and rows have fewer steps than that."""
+
 _AUTO: dict[str, Any] = {"policy": "auto", "profile_steps": 3}
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
@@ -66,15 +70,11 @@ WAYS: Mapping[str, Way] = MappingProxyType(
         "auto + chunked": Way(
             settings={**_AUTO, **_CHUNKED}, estimate="policy auto + chunked loss"
         ),
-        "long_context": Way(
-            settings={"policy": "all", "long_context": True}, estimate="long context"
-        ),
+        "long_context": Way(settings=_LONG_CONTEXT, estimate="long context"),
         "checkpointing, streamed": Way(
             peer="checkpoint", settings={"policy": "off", "stream_weights": 0}
         ),
-        "long_context, streamed": Way(
-            settings={"policy": "all", "long_context": True, "stream_weights": 0}
-        ),
+        "long_context, streamed": Way(settings={**_LONG_CONTEXT, "stream_weights": 0}),
     }
 )
 """By name."""

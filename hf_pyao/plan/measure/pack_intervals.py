@@ -105,6 +105,12 @@ class PackIntervals(Observer):
         """Return the slots that each sub-module saves, first or again, by path."""
         return {path: list(names) for path, names in self._saved.items()}
 
+    def forget_intervals(self) -> None:
+        """Let go of what was timed so far."""
+        self._intervals.clear()
+        self._saved.clear()
+        self._here = _Here()
+
     def note_pack(self, layer: str, path: str, nbytes: int) -> None:
         """Record what was saved, in addition to the time."""
 

@@ -35,6 +35,10 @@ _HEAD: Part = ("head", "", "")
 MOST_SPANS = 20_000
 """Most spans of a micro-batch that a profile keeps."""
 
+MOST_UNCOUNTED = 3
+"""Micro-batches at the start that are not measured, as host memory is page-locked in them. That
+takes up to half a second for each GiB, in which the device has nothing to do."""
+
 
 class StepProfiler(PackIntervals):
     """Notes what some micro-batches take and save.
@@ -47,6 +51,8 @@ class StepProfiler(PackIntervals):
         device: where the model is.
         num_micro_batches: how many are measured.
         on_done: called once, at the end of the last one's backward.
+        pinned_bytes: returns the bytes of page-locked host memory. Micro-batches in which they grow
+            are not measured, up to :data:`MOST_UNCOUNTED`.
         times_packs: time from one saved tensor to the next too, as the PyAO paper does. That takes
             a mark for each tensor, and no plan is made from it.
     """
@@ -58,11 +64,16 @@ class StepProfiler(PackIntervals):
         num_micro_batches: int,
         on_done: Callable[[Any], None],
         *,
+        pinned_bytes: Callable[[], int] = lambda: 0,
         times_packs: bool = True,
     ) -> None:
         super().__init__(transport, device, num_micro_batches, on_done)
         self._times_packs = times_packs
         self._num_micro_batches = num_micro_batches
+        self._pinned_bytes = pinned_bytes
+        self._pinned_before_bytes = pinned_bytes()
+        self.num_uncounted = 0
+        """Micro-batches that ran and are not measured."""
         self._running: dict[Part, Any] = {}
         self._spans: defaultdict[Part, list[tuple[Any, Any]]] = defaultdict(list)
         self._slots: dict[str, dict[str, Slot]] = {}
@@ -108,11 +119,26 @@ class StepProfiler(PackIntervals):
         return work() if self._timeline is None else self._timeline.around(what, label, work)
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
-        """Count it."""
+        """Count it, or forget it if host memory was page-locked in it."""
+        pinned_bytes = self._pinned_bytes()
+        has_pinned = pinned_bytes > self._pinned_before_bytes
+        self._pinned_before_bytes = pinned_bytes
+        if has_pinned and not self._stats and self.num_uncounted < MOST_UNCOUNTED:
+            self.num_uncounted += 1
+            self._forget()
+            return
         self._stats.append(stats)
         if len(self._stats) == self._num_micro_batches - 1:
             self._timeline = StepTimeline(self._transport, self._device)
         super().on_micro_batch(stats)
+
+    def _forget(self) -> None:
+        """Begin anew, with the next micro-batch."""
+        for noted in (self._running, self._spans, self._slots, self._stays, self._packs):
+            noted.clear()
+        self.forget_intervals()
+        if self._timeline is not None:
+            self._timeline = StepTimeline(self._transport, self._device)
 
     @property
     def has_copied(self) -> bool:

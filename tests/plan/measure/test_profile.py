@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hf_pyao.errors import ConflictError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.plan.measure.profile import StepProfiler
+from hf_pyao.plan.measure.profile import MOST_UNCOUNTED, StepProfiler
 from hf_pyao.tools.simulation.device import SimulatedDevice
 from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
@@ -106,6 +107,47 @@ def test_times_are_the_devices() -> None:
         assert second[path] == pytest.approx(2 * elapsed_ms)
     inner = sum(ms for path, ms in first.items() if path.count(".") == 1 and "mlp" in path)
     assert first["mlp"] >= inner > 0
+
+
+def test_what_page_locks_memory_is_not_measured() -> None:
+    model = tiny_model("gpt2")
+    pinned = iter([0, 4096, 8192, 8192, 8192])
+    with attach(model, EVERY_LAYER) as offloader:
+        done: list[StepProfiler] = []
+        transport = offloader.engine.link.transport
+        profiler = StepProfiler(
+            transport, offloader.device, 2, done.append, pinned_bytes=lambda: next(pinned)
+        )
+        offloader.engine.observe(profiler)
+        for number in range(4):
+            assert not done, f"it measured {number} micro-batches, two of which pinned memory"
+            step(model)
+        assert done == [profiler]
+    assert profiler.num_uncounted == 2
+    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
+    once = {module.path: module.num_packs for module in calls if module.num_packs}
+    with attach(model, EVERY_LAYER) as offloader:
+        profiler = StepProfiler(offloader.engine.link.transport, offloader.device, 2, done.append)
+        offloader.engine.observe(profiler)
+        step(model)
+        step(model)
+    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
+    assert once == {module.path: module.num_packs for module in calls if module.num_packs}
+
+
+def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
+    model = tiny_model("opt")
+    with attach(model, EVERY_LAYER) as offloader:
+        done: list[StepProfiler] = []
+        transport, grows = offloader.engine.link.transport, itertools.count()
+        profiler = StepProfiler(
+            transport, offloader.device, 1, done.append, pinned_bytes=lambda: next(grows)
+        )
+        offloader.engine.observe(profiler)
+        for _ in range(MOST_UNCOUNTED + 1):
+            assert not done
+            step(model)
+        assert done == [profiler]
 
 
 @pytest.mark.thorough
