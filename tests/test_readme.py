@@ -58,7 +58,7 @@ def test_the_trainer_snippet(names: dict[str, Any]) -> None:
 
 
 def test_the_trl_snippet(names: dict[str, Any]) -> None:
-    pytest.importorskip("trl")
+    pytest.importorskip("trl", reason="the snippet is of its trainer")
     on_cpu = snippet("SFTTrainer").replace('output_dir="out"', 'output_dir="out", use_cpu=True')
     exec(on_cpu, names)
     assert names["args"].activation_offload

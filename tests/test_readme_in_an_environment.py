@@ -100,7 +100,7 @@ def run(
 def test_a_snippet_is_a_script(number: int, environment: Path, tmp_path: Path) -> None:
     script = BEFORE + SNIPPETS[number].replace('"out",', '"out", use_cpu=True,')
     if "SFTTrainer" in script:
-        pytest.importorskip("trl")
+        pytest.importorskip("trl", reason="the snippet is of its trainer")
         script += "print(Trainer.__mro__[1].__name__, args.activation_offload)\n"
     (tmp_path / "script.py").write_text(script + "import hf_pyao\nprint(hf_pyao.__file__)\n")
     said = run(environment, tmp_path, ["python", "script.py"]).stdout

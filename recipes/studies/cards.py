@@ -100,8 +100,7 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         "checkpointing → with the setting of hf_pyao that takes most (LoRA on up to 12 GB: "
         "streamed weights and the chunked loss; else `long_context`); –: not one fits. The "
         "most are rarely the fastest. bf16, AdamW with 16-bit states, or LoRA of rank 16. "
-        "Estimated: nothing was measured on a GPU yet. "
-        f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*"
+        f"Estimated. Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*"
     )
 
 

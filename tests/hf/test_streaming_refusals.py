@@ -161,7 +161,7 @@ def test_the_plugin_refuses_fsdp_before_anything_is_moved() -> None:
 
 
 def test_trl_s_own_adapters_are_checked_with_what_they_will_freeze(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
+    trl = pytest.importorskip("trl", reason="its trainer is refused")
     peft = pytest.importorskip("peft")
     ours = type("Ours", (PyAOTrainerMixin, trl.SFTTrainer), {})
     for settings, message in (
