@@ -214,7 +214,7 @@ def page_input(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[
     if found:
         source = found[-1]["provenance"]
         about["device"] = found[-1]["device"]["name"]
-        about["command"] = source["command"]
+        about["command"] = f"`python recipes/{source['command']}`"
         about["commit"] = f"{source['commit']}{' (changed)' * bool(source['is_dirty'])}"
         about["versions"] = ", ".join(f"{k} {v}" for k, v in source["versions"].items() if v)
         about["when"] = source["created_at"]
