@@ -29,7 +29,9 @@ from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.errors import warn
+from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP
+from hf_pyao.plan.hardware.device_limit import gradient_bytes
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
 
@@ -85,6 +87,8 @@ class AutoActions:
         self._agreement = agreement
         self._measurer = measurer
         self._check: PlanCheck | None = None
+        self._grown_bytes: dict[str, int] = {}
+        """What the plan that was checked last took on the device."""
         self._recorded_key: bytes | None = None
         """Which parameters were trained when the step of the newest profile was recorded."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
@@ -149,6 +153,7 @@ class AutoActions:
         self._stop_timing()
         draft = state.now.draft
         is_of_plan = state.mode is Mode.CHECKING and isinstance(draft, Draft)
+        self._grown_bytes = check.grown_bytes
         return on.Timed(check.result(), draft.expected() if is_of_plan else None)
 
     def _time(self, *, is_of_plan: bool) -> None:
@@ -159,7 +164,13 @@ class AutoActions:
         number = num_bare(self._settings.profile_steps)
         if is_of_plan:
             number = NUM_UNCOUNTED + max(LEAST_TIMED, self._settings.profile_steps)
-        check = PlanCheck(engine, self._device, number, self._num_sampled)
+        check = PlanCheck(
+            engine,
+            self._device,
+            number,
+            self._num_sampled,
+            lambda: gradient_bytes(self._view.parameters()),
+        )
         self._check = check
         check.start()
 
@@ -274,6 +285,12 @@ class AutoActions:
         draft: Draft = now.draft
         times = now.times
         logger.info("policy 'auto': %s.", beside(times.plan, draft.expected()))
+        draft, is_another = self._maker.remeasured(draft, self._grown_bytes)
+        if is_another:
+            more = format_bytes(self._maker.unpredicted_bytes)
+            ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)
+            words = f"its step takes {more} more than predicted"
+            return on.Judged(on.Corrected(ready, draft, words, frozenset(), is_another=True))
         corrected = self._corrected(draft, times.plan, now.causes)
         if corrected is None:
             return on.Judged(lost=self._lost(draft, times.plan, times.before, times.fallback))

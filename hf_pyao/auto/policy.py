@@ -40,6 +40,7 @@ from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.errors import warn
+from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import why_unlimited
@@ -96,13 +97,13 @@ class AutoPolicy:
         self._files = PlanFiles(settings, device, check_plan)
         self._view = ModelView(settings, request.room, switch)
         parameters = self._view.parameters
-        maker = PlanMaker(device, settings, request, identity, parameters, num_resident)
+        self._maker = PlanMaker(device, settings, request, identity, parameters, num_resident)
         self._agreement = Agreement(LARGER, on_refused=self._view.forget_others_batch)
         self._actions = AutoActions(
             engine,
             device,
             settings,
-            maker,
+            self._maker,
             self._files,
             self._view,
             self._agreement,
@@ -125,8 +126,14 @@ class AutoPolicy:
 
     @property
     def summary(self) -> str:
-        """What was decided, in one line; empty until then."""
-        return self.driver.state.summary
+        """What was decided, in one line, and what was measured beside; empty until then."""
+        summary, more_bytes = self.driver.state.summary, self._maker.unpredicted_bytes
+        if not summary or not more_bytes:
+            return summary
+        return (
+            f"{summary.removesuffix('.')}; the device's memory was measured to grow by "
+            f"{format_bytes(more_bytes)} more than predicted, which is left free."
+        )
 
     def show_on(self, say: Callable[[str], None]) -> None:
         """Show what is decided by *say*; it is logged otherwise."""
@@ -280,7 +287,11 @@ class AutoPolicy:
         found: dict[str, Any] = {"transitions": self.driver.transitions()}
         if self.plan is not None:
             times = self.driver.state.now.times
-            figures = {**self.plan.figures, **measured_figures(times.plan, times.expected)}
+            figures = {
+                **self.plan.figures,
+                **measured_figures(times.plan, times.expected),
+                "unpredicted_bytes": self._maker.unpredicted_bytes,
+            }
             found["plan"] = dataclasses.replace(self.plan, figures=figures).to_dict()
         return found
 

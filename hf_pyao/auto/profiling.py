@@ -35,6 +35,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.schema import ReportError, read_json, to_plain, write_json
+from hf_pyao.plan.hardware.device_limit import gradient_bytes
 from hf_pyao.plan.measure.profile import StepProfiler
 from hf_pyao.plan.measure.profile_merge import merge_profiles
 from hf_pyao.plan.step.recorded_step import RecordedStep
@@ -148,11 +149,16 @@ class ProfileWriter:
             self._num_micro_batches,
             weakly(self._measured, None),  # the profiler is ours: [Note: Who owns whom]
             pinned_bytes=self._pinned_bytes,
+            gradient_bytes=self._gradient_bytes,
             times_packs=self._path is not None,  # no plan is made from them
         )
 
     def _pinned_bytes(self) -> int:
         return self._link.tiers.pinned_bytes
+
+    def _gradient_bytes(self) -> int:
+        model = None if self._model is None else self._model()
+        return 0 if model is None else gradient_bytes(model.parameters())
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Begin; *owner* is who has the writer, and *model* what is trained."""

@@ -12,6 +12,7 @@ import torch
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.plan.measure.segment_memory import SegmentMemory
 from hf_pyao.plan.solve.correction import ExpectedTimes
 
 LOSES = 1.05
@@ -62,6 +63,7 @@ class PlanCheck(Observer):
         num_micro_batches: how many are counted.
         num_sampled: says how many forwards were checked for second runs. Micro-batches with such a
             forward take longer than others, and are not counted.
+        gradient_bytes: as :class:`SegmentMemory` takes it.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class PlanCheck(Observer):
         device: torch.device,
         num_micro_batches: int,
         num_sampled: Callable[[], int] = lambda: 0,
+        gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._device = device
+        self._memory = SegmentMemory(device, gradient_bytes)
         self._transport = engine.link.transport
         self._num_left = num_micro_batches
         self._num_sampled = num_sampled
@@ -110,6 +114,7 @@ class PlanCheck(Observer):
         engine = self._engine()
         if path or self.is_done or engine is None:
             return
+        self._memory.at_border(phase, is_start=is_start)
         if phase == "forward":
             forward = engine.num_forwards
             # One that failed, or was never gone back through, counts for nothing.
@@ -127,6 +132,7 @@ class PlanCheck(Observer):
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""
+        self._memory.end()
         engine = self._engine()
         before_ms = self._stalls_ms
         stalls_ms = before_ms if engine is None else engine.upload_stalls_ms()
@@ -142,6 +148,11 @@ class PlanCheck(Observer):
         self._spans.append(_Span(self._num_elements, start, turn, end, stats, uploads_ms))
         self._num_left -= 1
         self.is_done = self._num_left <= 0
+
+    @property
+    def grown_bytes(self) -> dict[str, int]:
+        """What tensors took in the first micro-batch, as :class:`SegmentMemory` says it."""
+        return self._memory.grown_bytes
 
     def result(self) -> list[TimedMicroBatch]:
         """Return what was timed. Waits for the device."""

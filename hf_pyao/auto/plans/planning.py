@@ -23,12 +23,13 @@ from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
+from hf_pyao.plan.measure.segment_memory import predicted_growth, unpredicted_bytes
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.chosen_levers import FIXED, ChosenLevers, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
-from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Candidate, Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
@@ -81,6 +82,9 @@ class PlanMaker:
         self._identity = dict(identity)
         self._parameters = parameters
         self._num_resident = num_resident
+        self.unpredicted_bytes = 0
+        """By how much the step that was measured last takes more than is predicted for it. Every
+        later plan leaves room for that."""
 
     def plan(
         self,
@@ -109,6 +113,9 @@ class PlanMaker:
         request = dataclasses.replace(self._request, room=room)
         once = _recorded_once(record or _no_other)
         choice = choice_of(request, profile, once)
+        measured = choice.resident.configured.simple().get(OFFLOAD_ALL)
+        if measured is not None:
+            self._note_memory(profile.grown_bytes, measured)
         limits = self._limits(choice, cap_bytes)
         found = _chosen(choice, limits.limit_bytes, limits.limit_bytes)
         return self._draft(
@@ -193,6 +200,36 @@ class PlanMaker:
             return self._follow(draft, found, choice=choice, before=followed), True
         return self._follow(draft, followed, choice=choice, before=draft.before), False
 
+    def remeasured(self, draft: Draft, grown_bytes: Mapping[str, int]) -> tuple[Draft, bool]:
+        """Take what the plan that is followed was measured to need, and a tighter one if needed.
+
+        Args:
+            draft: the plan that is followed.
+            grown_bytes: as :class:`~hf_pyao.plan.measure.segment_memory.SegmentMemory` found it.
+
+        Returns:
+            The draft with what may be used now, and whether its plan is another one.
+        """
+        self._note_memory(grown_bytes, draft.chosen)
+        is_capped = draft.limits.how == AFTER_RUNNING_OUT
+        cap_bytes = draft.limits.limit_bytes if is_capped else math.inf
+        draft = dataclasses.replace(draft, limits=self._limits(draft.choice, cap_bytes))
+        limit_bytes = draft.limits.limit_bytes
+        if draft.chosen.memory.fits(limit_bytes):
+            return draft, False
+        found = draft.choice.best(limit_bytes, draft.least_streamed).levers
+        if not found.fits and found.candidate.peak_bytes >= draft.chosen.peak_bytes:
+            return draft, False  # nothing needs less
+        return self._follow(draft, found, choice=draft.choice), True
+
+    def _note_memory(self, grown_bytes: Mapping[str, int], ran: Candidate) -> None:
+        """Compare what was measured with the least that is predicted for what *ran*."""
+        if grown_bytes:
+            # With copies as early as can be: how early they were is not known.
+            least = ran.late if ran.early is None else ran.early()
+            predicted = predicted_growth(ran.step.program, least)
+            self.unpredicted_bytes = unpredicted_bytes(grown_bytes, predicted)
+
     def tighter(self, draft: Draft) -> Draft | None:
         """Take a plan with a lower peak than the one that is followed; None if there is none.
 
@@ -241,7 +278,7 @@ class PlanMaker:
         assert limit is not None, "nothing is measured where no limit is known"
         resident_bytes = choice.resident_bytes(self._num_resident())
         nbytes = beside_bytes(limit, resident_bytes, self._parameters())
-        limit_bytes = min(limit.nbytes - nbytes, cap_bytes)
+        limit_bytes = min(limit.nbytes - nbytes - self.unpredicted_bytes, cap_bytes)
         how = limit.how if limit_bytes < cap_bytes else AFTER_RUNNING_OUT
         return Limits(limit_bytes, limit.nbytes, nbytes, how)
 

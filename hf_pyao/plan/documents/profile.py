@@ -113,6 +113,9 @@ class Profile(JsonDocument):
     """Means over the micro-batches that were measured."""
     peak_allocated_bytes: int | None = None
     """Most on the device over them, as torch counts it; None where it does not."""
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    """Most that tensors on the device take in ``"forward"``, ``"head"`` and ``"backward"``, above
+    what was there when the first layer began; empty where torch does not count."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
     ``recompute_modules``, ``transport``, the name of what copied, and what changes the step itself:

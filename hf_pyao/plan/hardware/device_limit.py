@@ -123,5 +123,9 @@ def beside_bytes(
     Optimizer states, master weights, batches that were made ahead: not the weights and buffers
     (*resident_bytes*), and not gradients, which a recorded step has of its own.
     """
-    gradients = sum(local_part(each.grad).nbytes for each in parameters if each.grad is not None)
-    return max(0, limit.allocated_bytes - resident_bytes - gradients)
+    return max(0, limit.allocated_bytes - resident_bytes - gradient_bytes(parameters))
+
+
+def gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Return the bytes of the gradients that are there."""
+    return sum(local_part(each.grad).nbytes for each in parameters if each.grad is not None)

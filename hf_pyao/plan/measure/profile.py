@@ -24,6 +24,7 @@ from hf_pyao.plan.documents.profile import (
 )
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.measure.pack_intervals import PackIntervals
+from hf_pyao.plan.measure.segment_memory import SegmentMemory
 
 Part = tuple[str, str, str]
 """Phase, layer, and path in it."""
@@ -53,6 +54,7 @@ class StepProfiler(PackIntervals):
         on_done: called once, at the end of the last one's backward.
         pinned_bytes: returns the bytes of page-locked host memory. Micro-batches in which they grow
             are not measured, up to :data:`MOST_UNCOUNTED`.
+        gradient_bytes: as :class:`SegmentMemory` takes it.
         times_packs: time from one saved tensor to the next too, as the PyAO paper does. That takes
             a mark for each tensor, and no plan is made from it.
     """
@@ -65,6 +67,7 @@ class StepProfiler(PackIntervals):
         on_done: Callable[[Any], None],
         *,
         pinned_bytes: Callable[[], int] = lambda: 0,
+        gradient_bytes: Callable[[], int] = lambda: 0,
         times_packs: bool = True,
     ) -> None:
         super().__init__(transport, device, num_micro_batches, on_done)
@@ -72,6 +75,8 @@ class StepProfiler(PackIntervals):
         self._num_micro_batches = num_micro_batches
         self._pinned_bytes = pinned_bytes
         self._pinned_before_bytes = pinned_bytes()
+        self._memory = SegmentMemory(device, gradient_bytes)
+        """Of the first micro-batch, whether it is counted or not."""
         self.num_uncounted = 0
         """Micro-batches that ran and are not measured."""
         self._running: dict[Part, Any] = {}
@@ -91,6 +96,7 @@ class StepProfiler(PackIntervals):
             self._timeline.on_module(layer, path, phase, is_start=is_start)
         part, now = (phase, layer, path), self._transport.mark(self._device)
         if not path:
+            self._memory.at_border(phase, is_start=is_start)
             self._note_head(phase, now, is_start=is_start)
         if is_start:
             self._running[part] = now
@@ -120,6 +126,7 @@ class StepProfiler(PackIntervals):
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it, or forget it if host memory was page-locked in it."""
+        self._memory.end()
         pinned_bytes = self._pinned_bytes()
         has_pinned = pinned_bytes > self._pinned_before_bytes
         self._pinned_before_bytes = pinned_bytes
@@ -233,6 +240,7 @@ class StepProfiler(PackIntervals):
                 "peak_bytes": float(max((s.host_peak_bytes for s in self._stats), default=0)),
             },
             metrics=_means([stats.as_dict() for stats in self._stats]),
+            grown_bytes=dict(self._memory.grown_bytes),
             peak_allocated_bytes=max((s.device_peak_bytes for s in self._stats), default=0) or None,
             timeline=self._spans_of_timeline(),
             provenance=collect_provenance(),

@@ -22,7 +22,8 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
     Returns:
         Times and speeds are means over the ranks, with least and most over all; the slowest links
-        are told beside their mean. Slots, program and timeline are the first rank's.
+        are told beside their mean. Of memory the most counts. Slots, program and timeline are the
+        first rank's.
     """
     first = profiles[0]
     if len(profiles) == 1:
@@ -41,6 +42,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         key: fmean(profile.metrics.get(key, 0.0) for profile in profiles) for key in first.metrics
     }
     peaks = [p.peak_allocated_bytes for p in profiles if p.peak_allocated_bytes is not None]
+    segments = dict.fromkeys(name for profile in profiles for name in profile.grown_bytes)
     return dataclasses.replace(
         first,
         num_ranks=len(profiles),
@@ -52,6 +54,9 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         collective_gib_per_s=_mean(profile.collective_gib_per_s for profile in profiles),
         metrics=metrics,
         peak_allocated_bytes=max(peaks, default=None),
+        grown_bytes={
+            name: max(profile.grown_bytes.get(name, 0) for profile in profiles) for name in segments
+        },
     )
 
 
