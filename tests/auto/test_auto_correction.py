@@ -213,6 +213,42 @@ def test_compute_that_slows_down_after_the_profile_gets_a_faster_plan(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_it_says_that_checkpointing_would_be_faster(
+    factor: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU for which Python is too slow: all that a plan takes is longer, whatever it is."""
+    model = tiny_model("gpt2").train()
+    config = replace(AUTO, window=65536, device_memory_gib=0.003)
+    with attach(model, config, transport=transport()) as offloader:
+
+        def result(check: PlanCheck) -> list[TimedMicroBatch]:
+            draft = offloader.auto.draft  # type: ignore[union-attr]
+            if draft is None:  # everything is offloaded, to compare with
+                return []
+            expected = draft.expected()
+            backward_ms = expected.backward_ms + expected.rebuild_ms
+            found = timed(
+                factor * expected.forward_ms,
+                factor * backward_ms,
+                expected.stall_ms,
+                size=draft.num_elements,
+            )
+            return [found] * 2
+
+        monkeypatch.setattr(PlanCheck, "result", result)
+        for _ in range(4 * NUM_MEASURED + 2 * NUM_FIRST_FORWARDS):
+            step(model, BATCH, offloader)
+        draft = offloader.auto.draft  # type: ignore[union-attr]
+        assert draft is not None
+        assert not draft.keeps_all
+    said = [
+        r.getMessage() for r in caplog.records if "checkpointing is predicted" in r.getMessage()
+    ]
+    assert len(said) == (factor > 1), said
+
+
+@pytest.mark.thorough
 def test_another_plan_that_turns_out_slower_is_dropped_for_the_one_before(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
