@@ -46,8 +46,12 @@ class PlanPolicy(Policy):
         self.may_lose = any(not get_codec(name).is_lossless for name in codecs if name)
         self._recomputed = frozenset(plan.recomputed_modules)
         self._replayed = self._recomputed | frozenset(plan.replayed_modules)
-        self._recomputes = bool(plan.recomputed_modules) or any(
-            slot.action == RECOMPUTE for slot in plan.slots
+        recomputed = [slot for slot in plan.slots if slot.action == RECOMPUTE]
+        self._recomputes_in_all = bool(plan.recomputed_modules) or any(
+            slot.layers is None for slot in recomputed
+        )
+        self._recomputed_layers = frozenset(
+            layer for slot in recomputed for layer in slot.layers or ()
         )
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:
@@ -75,8 +79,12 @@ class PlanPolicy(Policy):
         return self._simple(planned.action, slot, planned.codec)
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
-        """Return the sub-modules whose products may run again; None if nothing is recomputed."""
-        return self._replayed if self._recomputes else None
+        """Return the sub-modules whose products may run again; None if nothing is recomputed.
+
+        To trace a layer takes the host longer than to run it: no layer is traced in vain.
+        """
+        is_traced = self._recomputes_in_all or run.layer_index in self._recomputed_layers
+        return self._replayed if is_traced else None
 
     def _simple(self, action: str, slot: Slot, codec: str | None) -> Keep | Offload:
         if action == KEEP or slot.nbytes < self.min_bytes:

@@ -15,6 +15,7 @@ from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import POLICY_NAMES
+from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.policy import Offload, Situation
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError
@@ -193,6 +194,30 @@ def test_a_plan_is_followed_slot_by_slot(architecture: str, tmp_path: Path) -> N
         assert offloader.transport.num_copies["offload"] == 1  # type: ignore[attr-defined]
         assert offloader.metrics()[f"kept_bytes/{PLANNED}"] > 0
         assert "policy 'plan'" in offloader.describe()
+
+
+def test_layers_of_which_a_plan_recomputes_nothing_are_not_traced(tmp_path: Path) -> None:
+    """To trace a layer takes the host longer than to run it."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    expected = step(model)
+    name = "mlp.down_proj:0"  # the product of two that are kept
+    traced: list[str] = []
+
+    class Listens(Observer):
+        def on_trace(self, layer: str, recomputation: Any) -> None:
+            traced.append(layer.rpartition(".")[2])
+
+    for layers, expected_layers in (([1, 2], ["1", "2"]), (None, ["0", "1", "2", "3"])):
+        slot = PlannedSlot(name=name, action="recompute", otherwise="keep", layers=layers)
+        plan = Plan(model=identity_of(find_layers(model)), slots=[slot], otherwise="keep")
+        plan.to_json_file(tmp_path / "plan.json")
+        config = replace(EVERY_LAYER, policy="plan", plan=tmp_path / "plan.json")
+        with attach(model, config) as offloader:
+            offloader.engine.observe(Listens())
+            traced.clear()
+            assert_same(step(model), expected)
+            assert offloader.metrics()["recomputed_bytes"] > 0
+        assert sorted(traced) == expected_layers
 
 
 def test_codecs_of_a_plan_are_used() -> None:
