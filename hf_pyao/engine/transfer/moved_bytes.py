@@ -17,7 +17,6 @@ import torch
 
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.engine.stores import Buffer
-from hf_pyao.engine.transfer.compute_streams import Home, Lingering
 from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout, rows_view
 from hf_pyao.engine.transfer.meter import Label, Meter
 from hf_pyao.engine.transfer.tiers import Tier
@@ -98,10 +97,8 @@ class MovedBytes:
     is_whole = True
     """True if the whole storage is in here."""
     phase: Phase = OFFLOADING
-    home: Home | None = None
+    home: torch.Stream | None = None
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
-    lingering: Lingering | None = None
-    """Its source, which others held yet when it was let go; with several compute streams only."""
     late_codec: Codec | None = None
     """While the copy to the host is put off: how it will be written."""
     owner: Owner | None = None
@@ -184,7 +181,7 @@ class MovedBytes:
 
     # ---- to the host ---------------------------------------------------------------------------
 
-    def put_off(self, codec: Codec, home: Home | None) -> None:
+    def put_off(self, codec: Codec, home: torch.Stream | None) -> None:
         """Record that the copy is queued later, written with *codec*."""
         self.payload = (self.source,)
         self.home = home
@@ -240,10 +237,7 @@ class MovedBytes:
     def copy_queued(self, ticket: Any) -> None:
         """Record the (last) copy to the host."""
         self.offload_ticket = ticket
-
-    def live_at(self, home: Home) -> None:
-        """Have its memory belong to *home*."""
-        self.home = home
+        self.home = ticket.compute
 
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
@@ -260,10 +254,6 @@ class MovedBytes:
     def let_go_of_source(self) -> None:
         """Let go of the source's memory; the tensor goes on sharing its version counter."""
         self.source.data = self.layout.blank
-
-    def linger(self, lingering: Lingering | None) -> None:
-        """Hold on to the source that others hold yet."""
-        self.lingering = lingering
 
     # ---- back to the device --------------------------------------------------------------------
 
@@ -323,7 +313,7 @@ class MovedBytes:
     def release(self) -> Buffer | None:
         """Let go of everything; return the tier's buffer, if there is one."""
         self.phase = RELEASED
-        self.lingering = self.buffer = self.decoded = None
+        self.buffer = self.decoded = None
         self.payload = ()
         host, self.host = self.host, None
         return host

@@ -202,7 +202,8 @@ class StreamTransport:
         if ready is not None:
             stream.wait_event(ready)
         else:
-            ready = self.mark(device)
+            ready = self._event(device)
+            ready.record(compute)
             stream.wait_event(ready)
             spare.append(ready)  # a wait is for what was recorded before it
         for ticket in after:
