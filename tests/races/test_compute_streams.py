@@ -18,9 +18,18 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.backward_order import Reversed
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.stream_transport import StreamTransport
+from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.transfer.window import OffloadWindow
+from hf_pyao.metrics import MicroBatchStats
 from tests.helpers import FunctionLayer, Stack
-from tests.races.fake_streams import FakeStream, FakeStreamTransport, World, backward, fake_streams
+from tests.races.fake_streams import (
+    FakeEvent,
+    FakeStream,
+    FakeStreamTransport,
+    World,
+    backward,
+    fake_streams,
+)
 
 WINDOWS = ("layer", 0, 2_000, 2**20)
 SIZE = 16
@@ -301,6 +310,17 @@ def test_a_later_micro_batch_makes_no_event_and_asks_for_memory_once() -> None:
                 model(x).sum().backward()
             assert (made.call_count, asked.call_count) == (before[0], before[1] + 1)
             assert before[0] > 10 and offloader.metrics()["device_peak_bytes"] == 2**20
+
+
+def test_collecting_asks_no_further_than_the_first_copy_that_runs() -> None:
+    with fake_streams() as world:
+        world.eagerness = 0.0  # the host sees no copy done
+        transport = FakeStreamTransport()
+        _ = [transport.offload(torch.ones(3), torch.empty(3)) for _ in range(5)]
+        queries = mock.patch.object(FakeEvent, "query", autospec=True, side_effect=FakeEvent.query)
+        with queries as asked:
+            transport.collect(MicroBatchStats(), LinkTimes())
+    assert asked.call_count == 1
 
 
 @pytest.mark.thorough

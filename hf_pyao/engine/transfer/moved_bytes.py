@@ -219,20 +219,23 @@ class MovedBytes:
         self.device_bytes = nbytes
         self.let_go_of_source()
 
-    def take_host(
+    def is_leaving(
         self,
         tier: Tier,
         host: Buffer,
         host_view: torch.Tensor | None,
         source: torch.Tensor,
+        ticket: Any,
     ) -> None:
-        """Take the tier's buffer that *source*, the bytes as they are, goes to."""
+        """Record that *source*, the bytes as they are, is copied to *host*, the tier's buffer."""
         self.tier = tier
         self.transport = tier.transport
         self.host = host
         if host_view is not None:
             self.host_view = host_view
         self.payload = (source,)
+        self.offload_ticket = ticket
+        self.home = ticket.compute
 
     def copy_queued(self, ticket: Any) -> None:
         """Record the (last) copy to the host."""
@@ -264,9 +267,10 @@ class MovedBytes:
         layout = self.layout
         return layout.blank.new_empty_strided(layout.size, layout.stride)
 
-    def reload_queued(self, buffer: torch.Tensor) -> None:
-        """Take the device buffer that the payload comes back to."""
+    def reload_queued(self, buffer: torch.Tensor, ticket: Any) -> None:
+        """Take the device buffer that the payload comes back to, and its copy."""
         self.buffer = buffer
+        self.reload_ticket = ticket
         if self.phase is AWAY:
             self.phase = RELOADING
         else:
@@ -278,10 +282,6 @@ class MovedBytes:
             self.phase = HERE
         else:
             self.to(HERE)
-
-    def is_reloaded_by(self, ticket: Any) -> None:
-        """Record the copy to the device."""
-        self.reload_ticket = ticket
 
     def buffer_as_it_is(self) -> torch.Tensor | None:
         """Return the tensor that was brought back as it is, the first time; else None."""

@@ -165,29 +165,29 @@ class Mover(ReloadSchedule):
         layout = moved.layout
         source = moved.source
         if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
-            target = host.view_like(layout)
-            moved.take_host(tier, host, target, source)
+            view = target = host.view_like(layout)
         else:
             source = self._bytes.of(source, moved.start, moved.start + nbytes)
-            target = host.data
-            moved.take_host(tier, host, None, source)
+            view, target = None, host.data
         meter = moved.meter
+        offload = tier.transport.offload
+        if self.is_watched and is_profiling():
+            offload = in_range(offload, "offload", moved.label.layer)
         try:
-            if self.is_watched:
-                self._copy_out(moved, tier, source, target)
-            else:  # the same, written out
-                ticket = tier.transport.offload(
-                    source, target, after=tier.store.barriers, label=moved.label, times=self.times
-                )
-                moved.copy_queued(ticket)
+            ticket = offload(
+                source, target, after=tier.store.barriers, label=moved.label, times=self.times
+            )
+            moved.is_leaving(tier, host, view, source, ticket)
             meter.offloaded_bytes += nbytes
             meter.link_bytes += nbytes
             self._offloads.add(moved)
         except BaseException:
             tier.transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            if moved.host is None:
+                tier.store.release(host, None)
             raise
         if self.watcher is not None:  # when all is noted: it may raise
-            self.watcher.on_copy("offload", moved.label, nbytes, moved.offload_ticket)
+            self.watcher.on_copy("offload", moved.label, nbytes, ticket)
         return True
 
     def _queue_encoded(self, moved: MovedBytes, codec: Codec, rows: torch.Tensor) -> bool:
@@ -322,7 +322,6 @@ class Mover(ReloadSchedule):
         if source is None:
             source = host.data
         buffer = moved.new_device_buffer()
-        moved.reload_queued(buffer)
         transport = moved.transport
         reload = transport.reload
         if self.is_watched and is_profiling():
@@ -331,7 +330,7 @@ class Mover(ReloadSchedule):
             ticket = reload(
                 source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
             )
-            moved.is_reloaded_by(ticket)
+            moved.reload_queued(buffer, ticket)
         except BaseException:
             transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
             raise
@@ -345,11 +344,13 @@ class Mover(ReloadSchedule):
     def bring_here(self, moved: MovedBytes) -> None:
         """Let compute read *moved* on the device from here on, wherever its bytes are.
 
+        To be called on its home.
+
         Raises:
             ReleasedTensorError: the buffers were given back.
         """
         if moved.phase is not RELOADING:
-            self.reload(moved)
+            self._queue_reload(moved)
         moved.transport.wait(moved.reload_ticket)  # as :meth:`wait` does
         moved.has_come()
 
@@ -362,15 +363,11 @@ class Mover(ReloadSchedule):
     def drop_device_copy(self, moved: MovedBytes) -> None:
         """Let go of the reloaded copy; the tier still has the bytes."""
         if moved.phase is RELOADING:
-            self._retire(moved)
+            moved.transport.retire(moved.reload_ticket)
         elif not moved.is_here:
             return
         self.note_use(moved.item)
         moved.drop_device_copy()
-
-    def _retire(self, moved: MovedBytes) -> None:
-        if moved.reload_ticket is not None:  # else an interrupt came before it was queued
-            moved.transport.retire(moved.reload_ticket)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -383,7 +380,7 @@ class Mover(ReloadSchedule):
         if phase is OFFLOADING:
             self._offloads.end(moved.item)
         elif phase is RELOADING:
-            self._retire(moved)
+            moved.transport.retire(moved.reload_ticket)
             self.note_use(moved.item)
         # The newest copy that uses the host buffer stands for the one before.
         last = moved.offload_ticket if moved.reload_ticket is None else moved.reload_ticket
