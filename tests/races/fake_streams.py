@@ -347,7 +347,12 @@ def fake_streams(seed: int = 0) -> Iterator[World]:
         for target, replacement in (
             ("torch.Stream", lambda device=None: FakeStream(world, device)),
             ("torch.Event", lambda *args, **options: FakeEvent(world, *args, **options)),
+            ("torch.accelerator.is_available", lambda: True),
             ("torch.accelerator.current_stream", lambda device=None: world.current),
+            (
+                "torch.Tensor.record_stream",
+                lambda tensor, stream: world.record_stream(tensor, stream),
+            ),
             ("torch.accelerator.max_memory_allocated", lambda device=None: 0),
             ("hf_pyao.engine.transfer.compute_streams.WITHOUT_STREAMS", ("meta",)),
         ):

@@ -16,12 +16,20 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.backward_order import Reversed
-from hf_pyao.engine.transfer.compute_streams import ComputeStreams, Home
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.stream_transport import StreamTransport
+from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.transfer.window import OffloadWindow
+from hf_pyao.metrics import MicroBatchStats
 from tests.helpers import FunctionLayer, Stack
-from tests.races.fake_streams import FakeStream, FakeStreamTransport, World, backward, fake_streams
+from tests.races.fake_streams import (
+    FakeEvent,
+    FakeStream,
+    FakeStreamTransport,
+    World,
+    backward,
+    fake_streams,
+)
 
 WINDOWS = ("layer", 0, 2_000, 2**20)
 SIZE = 16
@@ -128,40 +136,6 @@ class Forked:
         return left * right + x
 
 
-class Staged(Stack):
-    """Two layers on streams of their own: a micro-batch is on the second while the next is on the
-    first. What passes between them is then held by the graph alone."""
-
-    streams: tuple[FakeStream, FakeStream]
-
-    def forward(self, xs: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        one, two = self.streams
-        results = []
-        for x in xs:
-            with one:
-                hidden = self.layers[0](x)
-            two.wait_stream(one)
-            with two:
-                results.append(self.layers[1](hidden) + hidden)  # what reads it last saves nothing
-            del hidden
-            with one:
-                torch.zeros(1)  # by now its memory may be another tensor's
-        return results
-
-
-def staged(world: World, model: Staged) -> None:
-    xs = inputs(3)
-    model.streams = (world.stream(), world.stream())
-    for stream in model.streams:
-        stream.wait_stream(world.current)
-    results = model(xs)  # type: ignore[arg-type]
-    for stream in model.streams:
-        world.current.wait_stream(stream)
-    for result in results:
-        world.record_stream(result, world.current)
-    backward(world, sum(result.sum() for result in results))  # type: ignore[arg-type]
-
-
 def forked(world: World, model: Stack, num_parts: int = 1) -> None:
     part = Forked(world, num_parts)
     for layer in model.layers:
@@ -176,6 +150,27 @@ def forked(world: World, model: Stack, num_parts: int = 1) -> None:
 def forked_parts(world: World, model: Stack) -> None:
     """Two streams save parts of one storage, which is copied at the end of the layer."""
     forked(world, model, num_parts=2)
+
+
+def looked_at(world: World, model: Stack) -> None:
+    """Another stream reads what stands for a saved tensor, and a step uses its memory again."""
+    one, other, xs = world.stream(), world.stream(), inputs(2)
+    for stream in (one, other):
+        stream.wait_stream(world.current)
+    for x in xs:
+        with one:
+            loss = model(x).sum()
+        node: Any = loss.grad_fn
+        while not hasattr(node, "_saved_result"):
+            node = node.next_functions[0][0]
+        with other:
+            _ = node._saved_result * 2.0
+        del node
+        with one:
+            loss.backward()
+            torch.zeros(1)  # by now the memory may be another tensor's
+    for stream in (one, other):
+        world.current.wait_stream(stream)
 
 
 def two_models(world: World, model: Stack) -> None:
@@ -208,7 +203,7 @@ SCENARIOS: dict[str, Scenario] = {
         abandoned,
         forked,
         forked_parts,
-        staged,
+        looked_at,
         two_models,
     )
 }
@@ -234,8 +229,7 @@ def races(
     """Return what was out of order in *scenario*."""
     torch.manual_seed(seed)
     with fake_streams(seed) as world:
-        make = Staged if scenario == "staged" else Stack
-        model = make(plain_layer, plain_layer, plain_layer, size=SIZE)
+        model = Stack(plain_layer, plain_layer, plain_layer, size=SIZE)
         settings = {"policy": "all", "min_bytes": 0, "window": window, "keep_last_layers": 0}
         config = PyAOConfig(**{**settings, "host_memory_gib": 2**-10, **options})
         offloader = None
@@ -264,6 +258,28 @@ def test_without_offloading_all_is_in_order(scenario: str) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_is_in_order(scenario: str, window: str | int) -> None:
     assert races(scenario, window, seed=0) == []
+
+
+@pytest.mark.parametrize("recompute", [(), ("*",)])
+def test_what_another_stream_saves_is_kept_with_its_reason(recompute: tuple[str, ...]) -> None:
+    with fake_streams() as world:
+        model, (x,) = Stack(plain_layer, plain_layer, size=SIZE), inputs(1)
+        settings = {"policy": "all", "min_bytes": 0, "window": 0, "keep_last_layers": 0}
+        config = PyAOConfig(host_memory_gib=2**-10, recompute_modules=recompute, **settings)
+        part = Forked(world, num_parts=1)
+        model.layers[1].function = part  # type: ignore[assignment]
+        backward(world, model(x).sum())
+        expected = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        with attach(model, config, transport=FakeStreamTransport()) as offloader:
+            backward(world, model(x).sum())
+            metrics = offloader.metrics()
+        # What both streams read was moved from the first; what the second returns is its own.
+        assert metrics["kept_bytes/saved on another stream"] == 2 * x.nbytes
+        assert metrics["offloaded_bytes"] > x.nbytes
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    assert world.races == []
 
 
 def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +312,17 @@ def test_a_later_micro_batch_makes_no_event_and_asks_for_memory_once() -> None:
             assert before[0] > 10 and offloader.metrics()["device_peak_bytes"] == 2**20
 
 
+def test_collecting_asks_no_further_than_the_first_copy_that_runs() -> None:
+    with fake_streams() as world:
+        world.eagerness = 0.0  # the host sees no copy done
+        transport = FakeStreamTransport()
+        _ = [transport.offload(torch.ones(3), torch.empty(3)) for _ in range(5)]
+        queries = mock.patch.object(FakeEvent, "query", autospec=True, side_effect=FakeEvent.query)
+        with queries as asked:
+            transport.collect(MicroBatchStats(), LinkTimes())
+    assert asked.call_count == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -323,10 +350,6 @@ def _nothing(*_: Any) -> None:
     """Stand for a call that does nothing. A mock would keep its arguments alive."""
 
 
-def _none_of_them(*_: Any) -> list[Any]:
-    return []
-
-
 def _wait_on_the_current_stream() -> Any:
     """Whoever asks is ordered behind a copy, and not the stream whose memory it is."""
 
@@ -342,33 +365,28 @@ def _target_on_the_current_stream() -> Any:
 
 
 def _no_one_visits() -> Any:
-    """All streams are taken for the home of what they ask for."""
-    return mock.patch.object(Home, "visitor", _nothing)
+    """Each stream is taken for the home of what it asks for."""
+    return mock.patch("hf_pyao.engine.runtime.unpacking.visitor_of", _nothing)
 
 
 def _visitors_do_not_wait() -> Any:
     """A second stream reads what the first was made to wait for."""
-    return mock.patch.object(Home, "receive", _nothing)
+
+    def lend(tensor: torch.Tensor, home: Any, visitor: Any) -> torch.Tensor:
+        tensor.record_stream(visitor)
+        return tensor
+
+    return mock.patch("hf_pyao.engine.runtime.unpacking.lend", lend)
 
 
 def _visitors_are_not_awaited() -> Any:
     """Memory goes back to its home while a visitor reads it."""
-    return mock.patch.object(Home, "await_visitors", _nothing)
 
+    def lend(tensor: torch.Tensor, home: Any, visitor: Any) -> torch.Tensor:
+        visitor.wait_stream(home)
+        return tensor
 
-def _sources_are_the_homes() -> Any:
-    """A source is let go as if the stream that saved it had allocated it."""
-    return mock.patch.object(ComputeStreams, "beside", _none_of_them)
-
-
-def _nothing_lingers() -> Any:
-    """A source is let go while others hold it, and only the graph kept it from then on."""
-    return mock.patch("hf_pyao.engine.transfer.compute_streams.is_held_elsewhere", _nothing)
-
-
-def _encoded_sources_go_at_once() -> Any:
-    """What was encoded is let go without a look at other streams."""
-    return mock.patch.object(ComputeStreams, "let_go", _nothing)
+    return mock.patch("hf_pyao.engine.runtime.unpacking.lend", lend)
 
 
 def _newest_copy_stands_for_all() -> Any:
@@ -409,13 +427,10 @@ def _events_are_used_again_at_once() -> Any:
 SHOWN_BY: dict[Callable[[], Any], str] = {
     _wait_on_the_current_stream: "micro_batches",
     _target_on_the_current_stream: "micro_batches",
-    _no_one_visits: "micro_batches",
-    _visitors_do_not_wait: "forked",
-    _visitors_are_not_awaited: "forked",
-    _sources_are_the_homes: "staged",
-    _nothing_lingers: "staged",
-    _encoded_sources_go_at_once: "staged",
-    _newest_copy_stands_for_all: "forked",
+    _no_one_visits: "looked_at",
+    _visitors_do_not_wait: "looked_at",
+    _visitors_are_not_awaited: "looked_at",
+    _newest_copy_stands_for_all: "micro_batches",
     _buffers_return_before_they_are_written: "two_models",
     _events_are_used_again_at_once: "micro_batches",
 }

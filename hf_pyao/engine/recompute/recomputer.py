@@ -19,7 +19,6 @@ from hf_pyao.engine.runtime.policy import LayerRun, Policy
 from hf_pyao.engine.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.transfer.compute_streams import ComputeStreams
 from hf_pyao.engine.transfer.layout import TensorLayout
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 
@@ -43,7 +42,6 @@ class LayerRecomputer:
         *,
         reason_not_traceable: Callable[[], str | None],
         is_constant: Callable[[torch.Tensor, int], bool],
-        streams: ComputeStreams,
         watcher: CopyWatcher | None,
     ) -> Recomputation | None:
         """Prepare to trace a layer call, if *policy* may recompute something of it; else None."""
@@ -54,7 +52,7 @@ class LayerRecomputer:
         trace = None
         if reason is None:
             trace = Trace(paths, products, is_constant, self._rules, watcher)
-        return CallRecomputation(trace, reason or "", streams, watcher, self._second_runs)
+        return CallRecomputation(trace, reason or "", watcher, self._second_runs)
 
 
 class CallRecomputation:
@@ -64,7 +62,6 @@ class CallRecomputation:
         self,
         trace: Trace | None,
         reason_not_traced: str,
-        streams: ComputeStreams,
         watcher: CopyWatcher | None,
         second_runs: SecondRuns,
     ) -> None:
@@ -72,7 +69,6 @@ class CallRecomputation:
         self.trace = trace
         """What it computed so far, while it runs; None if that is not seen."""
         self._reason_not_traced = reason_not_traced
-        self._streams = streams
         self._replay = Replay(trace, watcher, second_runs)
 
     # ---- forward -------------------------------------------------------------------------------
@@ -180,10 +176,6 @@ class CallRecomputation:
         check = self._second_runs.of_forward(call.tape.number)
         record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout, check)
         replay.add(record)
-        stream = replay.stream_on(record.device)
-        if stream is not None:
-            home = self._streams.home_on(stream)
-            record.live_at(home, self._streams.let_go(home, tensor.untyped_storage()))
         return record
 
     # ---- backward ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_sett
 from hf_pyao.engine.runtime.saved_tensor import RebuiltStorage, SavedStorage
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.transfer.compute_streams import Home, Lingering, current_stream
+from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.layout import TensorLayout, bytes_view
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 from hf_pyao.errors import PyAOError
@@ -49,17 +49,11 @@ class DroppedStorage(RebuiltStorage):
         self.replay = replay
         self._check = check
         self._noted = None if check is None else check.note(call.fqn, tensor)
-        self.lingering: Lingering | None = None
         counter = tensor.detach()
         super().__init__(call, slot, value.nbytes, tensor, layout, counter)
         counter.data = layout.blank
+        self.home = current_stream(self.device)
         value.is_slot(weakref.ref(self))
-
-    def live_at(self, home: Home, lingering: Lingering | None) -> None:
-        """Let its memory belong to *home*; *lingering* is its source, if others still hold it."""
-        self.home = home
-        self.lingering = lingering
-        home.note_visitor()
 
     def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
         """Say whether this may stand for *tensor*, on the same storage and of the same version."""
@@ -86,8 +80,6 @@ class DroppedStorage(RebuiltStorage):
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
-        if self.home is not None:
-            self.home.await_everywhere()  # its recipe may hold what was kept on another stream
         value = vars(self).get("value")
         if value is not None and value.uses <= 0:
             value.forget_rebuilt()
@@ -110,18 +102,10 @@ class Replay:
         self._second_runs = second_runs
         self._slots: list[weakref.ref[DroppedStorage]] = []
         self._is_counted = False
-        self._stream: torch.Stream | None = None
-        """The compute stream on which all of it is rebuilt; None on a CPU, or before the first."""
 
     def forget_trace(self) -> None:
         """Forget the trace: the layer call is over."""
         self.trace = None
-
-    def stream_on(self, device: torch.device) -> torch.Stream | None:
-        """Return the stream on which all is rebuilt: the current one at the first call."""
-        if self._stream is None:
-            self._stream = current_stream(device)
-        return self._stream
 
     def add(self, record: DroppedStorage) -> None:
         """Take *record* in."""
@@ -160,8 +144,6 @@ class Replay:
         slots = self.live_slots()
         for record in slots:
             record.forget_handed_out()
-            if record.home is not None:
-                record.home.await_visitors()
         pending = [record.value for record in slots]
         seen: set[Value] = set()
         while pending:

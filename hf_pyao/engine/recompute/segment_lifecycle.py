@@ -198,7 +198,7 @@ class SegmentLifecycle(Lifecycle):
         if not torch.is_grad_enabled():
             return None
         layer = self._layers.get(module)
-        if layer is None or self._is_removed:
+        if layer is None or self._is_removed or not self.serves(module):
             return None
         reason = reason_to_pass_over()
         if reason is not None:

@@ -7,7 +7,6 @@ micro-batches begin and end.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
 
@@ -34,16 +33,6 @@ from hf_pyao.engine.transfer.profiler_ranges import named_range
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import EffectLedger
-
-
-class _Here(threading.local):
-    """State of the engine on the calling thread."""
-
-    tape: Tape | None = None
-    """That of the thread's newest forward. Each thread has its own: what one does ends nothing of
-    the other's."""
-    waiting: tuple[weakref.ref[Tape], ...] = ()
-    """Tapes of the thread's forwards that may still have a backward, or were not counted yet."""
 
 
 class OffloadEngine:
@@ -90,12 +79,11 @@ class OffloadEngine:
         streamed: what is saved of them is to be seen."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
-        self._here = _Here()
+        self._tape: Tape | None = None
+        """That of the newest forward."""
         self._open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
-        """Tapes that are not counted yet, by number, oldest first."""
+        """Tapes that may have a backward, or were not counted yet, by number, oldest first."""
         self._num_tapes = 0
-        self._running: weakref.WeakSet[Tape] = weakref.WeakSet()
-        """Those that are some thread's newest."""
         self._num_packs_before = 0
         self.mover = Mover(link)
         self.figures = RunFigures(self.mover)
@@ -217,10 +205,7 @@ class OffloadEngine:
         tape = Tape(self._policy.for_forward(), self._num_tapes, is_announced=is_announced)
         self._open_tapes[tape.number] = tape
         self._num_tapes += 1
-        self._running.add(tape)
-        here = self._here
-        here.tape = tape
-        here.waiting = (*here.waiting, weakref.ref(tape))
+        self._tape = tape
         self.packer.expect_buffers(self._find_buffer_keys())
 
     def forward_start(
@@ -245,10 +230,10 @@ class OffloadEngine:
                 operations cannot be seen, or returns None.
             is_compiled: compiled code runs around it.
         """
-        tape = self._here.tape
+        tape = self._tape
         if tape is None or not tape.accepts_calls or tape.starts_over(layer):
             self.begin_forward(is_announced=False)
-            tape = self._here.tape
+            tape = self._tape
         assert tape is not None
         self.num_layer_calls += 1
         self.mover.look_for_watchers()
@@ -294,7 +279,6 @@ class OffloadEngine:
             call.paths,
             reason_not_traceable=reason_not_traceable,
             is_constant=is_constant,
-            streams=self.link.streams,
             watcher=self.observer,
         )
         if recomputation is not None:
@@ -368,51 +352,32 @@ class OffloadEngine:
     # ---- ends ----------------------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        """End this thread's newest forward, whatever its state: what follows is another's."""
-        here = self._here
-        tape, here.tape = here.tape, None
+        """End the newest forward, whatever its state: what follows is another's."""
+        tape, self._tape = self._tape, None
         self.unpacker.finalize_backward()  # of one that failed
-        if tape is not None and tape in self._running:
-            self._running.discard(tape)
+        if tape is not None:
             self._num_packs_before += tape.stats.num_packs
             tape.close()
-        waiting = []
-        for ref in here.waiting:
-            tape = ref()
-            if tape is None:
-                continue
+        for tape in list(self._open_tapes.values()):
             if tape.has_run_backward:
                 self._publish(tape.micro_batch)
-                self._open_tapes.pop(tape.number, None)
             elif tape.is_live():
-                waiting.append(ref)
-            else:
-                self._open_tapes.pop(tape.number, None)
-        here.waiting = tuple(waiting)
-        if not waiting:
-            self.link.streams.forget()
+                continue
+            self._open_tapes.pop(tape.number, None)
 
     def end(self) -> None:
-        """Close the tapes of all threads: nothing more comes."""
+        """End all forwards: nothing more comes."""
         self.end_forward()
-        for tape in list(self._open_tapes.values()):
-            if tape in self._running:
-                self._running.discard(tape)
-                self._num_packs_before += tape.stats.num_packs
-            tape.close()
-            if tape.has_run_backward:
-                self._publish(tape.micro_batch)
         self._open_tapes.clear()
 
     def give_up(self, since: int) -> None:
-        """End this thread's forwards from number *since* on, which failed; they count nowhere.
+        """End the forwards from number *since* on, which failed; they count nowhere.
 
         Args:
             since: :attr:`num_forwards` when the first of them began.
         """
-        for ref in self._here.waiting:
-            tape = ref()
-            if tape is not None and tape.number >= since:
+        for tape in list(self._open_tapes.values()):
+            if tape.number >= since:
                 tape.micro_batch.leave_out()
         self.end_forward()
 
@@ -446,27 +411,34 @@ class OffloadEngine:
 
     @property
     def num_packs(self) -> int:
-        """Calls of the pack hook so far, in all forwards of all threads."""
-        # Of the references: another thread may begin a forward while a WeakSet is gone through.
-        known: list[weakref.ref[Tape]] = list(self._running.data)  # type: ignore[attr-defined]
-        tapes = [ref() for ref in known]
-        return self._num_packs_before + sum(t.stats.num_packs for t in tapes if t is not None)
+        """Calls of the pack hook so far, in all forwards."""
+        tape = self._tape
+        return self._num_packs_before + (0 if tape is None else tape.stats.num_packs)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while a backward is to come, or runs, that asks for what a forward has saved."""
+        runs = self.unpacker.running_tapes
+        return any(
+            (not tape.has_run_backward or tape in runs) and not tape.is_failed and tape.is_live()
+            for tape in list(self._open_tapes.values())
+        )
 
     @property
     def num_forwards(self) -> int:
-        """Forwards begun so far, on all threads."""
+        """Forwards begun so far."""
         return self._num_tapes
 
     @property
     def failed_in(self) -> str:
-        """Where this thread's newest forward, or a backward, has failed; empty if in no layer.
+        """Where the newest forward, or a backward, has failed; empty if in no layer.
 
         To be asked before anything else begins.
         """
         call = self.unpacker.running_call
         if call is not None:
             return f"the backward of layer {call.fqn!r}"
-        tape = self._here.tape
+        tape = self._tape
         if tape is not None and tape.is_failed and tape.last_call is not None:
             return f"the forward of layer {tape.last_call.fqn!r}"
         return ""

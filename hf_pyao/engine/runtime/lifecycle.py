@@ -7,7 +7,7 @@ layer, to know who is running when a tensor is saved.
 [Note: Entering and leaving]
 A layer's hooks are a pre-forward and a post-forward hook (``always_call``). The post-forward hook
 does not run on KeyboardInterrupt, and runs without its partner if an earlier pre-forward hook
-raised. Hence a stack of tokens per thread: leaving without a token does nothing, and whatever was
+raised. Hence a stack of tokens: leaving without a token does nothing, and whatever was
 left behind is taken down when the next forward begins (or when the offloader is detached). A token
 is there before anything is switched on, and goes after everything was switched off; see also
 [Note: Interrupts] in ``torch_stacks``.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -60,10 +61,13 @@ from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
     pop_hooks,
     push_hooks,
 )
+from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.errors import warn
 from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
+
+OTHER_THREAD = "a micro-batch of another thread was under way"
 
 COMPILED = "compiled code"
 """Why a layer cannot be traced."""
@@ -116,6 +120,7 @@ class Lifecycle:
             ref for ref in self._modules if hasattr(ref(), "gradient_checkpointing")
         ]
         self._has_warned_abandoned = False
+        self._has_warned_thread = False
         self._pack_uncompiled = uncompiled(engine.pack)
         self._unpack_uncompiled = uncompiled(engine.unpack)
 
@@ -204,6 +209,8 @@ class Lifecycle:
             return
         if stack is not self._stack() or is_recomputing():
             return
+        if self._is_to_enter(stack) and not self.serves(stack, begins=True):
+            return
         self.leave_all()
         self._before_forward()
         self.engine.release_done()
@@ -212,6 +219,7 @@ class Lifecycle:
             weights.begin_forward(trains=torch.is_grad_enabled())
         if self.engine.rests:
             self.engine.end_forward()  # of the time before
+            self.running.end_forward()
         elif self._is_to_enter(stack):
             if not self.running.begin_forward(self.engine.num_packs):
                 self.engine.warn_idle()
@@ -252,9 +260,11 @@ class Lifecycle:
         if not self._is_to_enter(module):
             return None
         layer = self._layers.get(module)
-        tokens = self.running.tokens
         if layer is None or self._is_removed or self.engine.rests:
             return None
+        if not self.serves(module):
+            return None
+        tokens = self.running.tokens
         reason = reason_to_pass_over()
         if reason is not None:
             self.engine.note_passed_over(reason)
@@ -285,6 +295,35 @@ class Lifecycle:
             raise
         return None
 
+    def serves(self, module: nn.Module, *, begins: bool = False) -> bool:
+        """Say whether the calling thread is served; another one's micro-batch may be under way.
+
+        Args:
+            module: the stack, or a layer, that the thread enters.
+            begins: it begins a forward, as a call of the first layer does.
+        """
+        was_served = self.running.is_served
+        layer = self._layers.get(module)
+        begins = begins or (layer is not None and layer.index == 0)
+        if was_served and not begins:
+            return True
+        if self.running.serve(begins=begins, is_under_way=lambda: self.engine.is_under_way):
+            if not (was_served or is_in_backward()):
+                self.engine.end_forward()  # of the thread before
+            return True
+        self.engine.note_passed_over(OTHER_THREAD)
+        if not self._has_warned_thread:
+            self._has_warned_thread = True
+            warn(
+                logger,
+                "second-thread",
+                "thread %r enters the model while a micro-batch of another thread is under way: "
+                "nothing that it saves is moved or computed again. Run one micro-batch after the "
+                "other, or give each thread a model of its own.",
+                threading.current_thread().name,
+            )
+        return False
+
     def _is_to_enter(self, module: nn.Module) -> bool:
         """Say whether what *module* saves is the engine's: in evaluation, only streamed weights."""
         is_meant = module.training or self.engine.weights is not None
@@ -306,12 +345,14 @@ class Lifecycle:
                 pop_hooks(token.pack, token.call.fqn)
                 self.engine.forward_end(token.call, list(tensors_in(outputs)))
                 tokens.pop()
+                if token.call.layer.index == len(self._layers) - 1:
+                    self.running.end_forward()
         except BaseException:
             self.leave_all()
             raise
 
     def leave_all(self) -> None:
-        """Take down what an interrupted forward left behind on this thread."""
+        """Take down what an interrupted forward of this thread left behind."""
         tokens = self.running.tokens
         while tokens:
             token = tokens[-1]
@@ -319,6 +360,7 @@ class Lifecycle:
             self.engine.abort(token.call)
             if tokens and tokens[-1] is token:
                 tokens.pop()
+            self.running.end_forward()
 
     def give_up(self, since: int) -> None:
         """Take down all that this thread's forwards from number *since* on, which failed, left."""

@@ -36,6 +36,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
+from hf_pyao.engine.transfer.compute_streams import OTHER_STREAM, visitor_of
 from hf_pyao.engine.transfer.layout import (
     PLAIN_DTYPES,
     SUBCLASS,
@@ -174,12 +175,10 @@ class Packer(HookSide):
         key = cast_key(tensor, source)
         ref = None if key is None else call.casts.get(key)
         record = ref() if ref is not None else None
-        if isinstance(record, SavedStorage) and record.nbytes == nbytes:
+        if isinstance(record, SavedStorage) and record.is_equal_here(nbytes):
             self._decide(call, call.next_entry(nbytes, tensor.dtype), DUPLICATE)
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
-            if record.home is not None:
-                record.home.note_visitor()
             call.table.add(storage, weakref.ref(record))
             call.stats.duplicate_bytes += nbytes
             return SavedTensor(record, layout, call)
@@ -206,11 +205,15 @@ class Packer(HookSide):
         recomputation = call.recomputation
         if recomputation is not None and recomputation.was_written(tensor):
             several.clear()  # they stand for what it held before
+        elsewhere: WatchedStorage | None = None
         for entry in several:
             if isinstance(entry, Slot):
                 return kept_as_it_is(tensor, call, entry)
             record: WatchedStorage | None = entry()
             if record is None or record.version != version:
+                continue
+            if visitor_of(record.home) is not None:
+                elsewhere = record
                 continue
             shares_counter = record.shares_counter_with(tensor)
             layout = record.layout
@@ -221,11 +224,13 @@ class Packer(HookSide):
                 record.stand_for(layout)
             if not shares_counter:
                 record.watch(tensor, layout)
-            if record.home is not None:
-                record.home.note_visitor()
-            elif not (call.casts or (recomputation is not None and recomputation.is_traced)):
+            if record.home is None and not (
+                call.casts or (recomputation is not None and recomputation.is_traced)
+            ):
                 record.renew(tensor)
             return SavedTensor(record, layout, call)
+        if elsewhere is not None:
+            return self._keep(call, tensor, tensor.untyped_storage(), elsewhere.slot, OTHER_STREAM)
         return None
 
     # ---- what is new ---------------------------------------------------------------------------
@@ -303,6 +308,8 @@ class Packer(HookSide):
     ) -> Handle:
         """Decide on a storage of a traced layer, which may be dropped too."""
         assert call.recomputation is not None
+        if call.tape.is_elsewhere(tensor.device):
+            call.fork()
         stays = self._reason_to_stay(call, tensor, storage, slot.nbytes)
         decision = _ask(call, slot, call.recomputation.producer_of(storage), stays)
         if isinstance(decision, Recompute):
@@ -324,6 +331,9 @@ class Packer(HookSide):
         """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
         if not has_bytes(tensor):  # nothing could be compared with what is rebuilt
             return None
+        if call.is_forked:  # a replay would read on one stream what others made and let go of
+            call.stats.not_recomputed_bytes[OTHER_STREAM] += slot.nbytes
+            return None
         recomputation = call.recomputation
         assert recomputation is not None
         layout = self._layouts.of(tensor)
@@ -332,8 +342,6 @@ class Packer(HookSide):
             record.stand_for(layout)
             if not record.shares_counter_with(tensor):
                 record.watch(tensor, layout)
-            if record.home is not None:
-                record.home.note_visitor()
         else:
             recipe = recomputation.recipe_for(tensor, storage, call.shared_keys)
             if isinstance(recipe, Refused):
@@ -411,7 +419,9 @@ class Packer(HookSide):
             call.stats.kept_bytes[reason] += slot.nbytes
         call.table.add_kept(storage, slot)
         kept = kept_as_it_is(tensor, call, slot)
-        if call.recomputation is not None:
+        if reason is OTHER_STREAM:
+            call.fork()
+        if call.recomputation is not None and not call.is_forked:
             call.recomputation.note_stored(storage, tensor, kept)
         return kept
 
@@ -427,6 +437,8 @@ class Packer(HookSide):
         """Move *tensor*'s storage off the device; where the mover finds no room, it stays."""
         if not has_bytes(tensor):
             return self._keep(call, tensor, storage, slot, UNSUPPORTED)
+        if call.tape.is_elsewhere(tensor.device):
+            return self._keep(call, tensor, storage, slot, OTHER_STREAM)
         codec = decision.codec or self._codec
         if not codec.is_lossless and (self._packs_parts or self._is_row_statistic(call, tensor)):
             codec = self._exact
@@ -438,7 +450,7 @@ class Packer(HookSide):
         ref = weakref.ref(record)
         call.add(ref, moved)
         call.table.add(storage, ref)
-        if call.recomputation is not None and moved.is_whole:
+        if call.recomputation is not None and moved.is_whole and not call.is_forked:
             call.recomputation.note_stored(storage, tensor, record)
         return SavedTensor(record, layout, call)
 

@@ -119,8 +119,7 @@ class Policy(abc.ABC):
     def for_forward(self) -> Policy:
         """Return what decides in one forward.
 
-        A policy that counts as it goes returns a new one for each forward, so that forwards on
-        several threads share no state.
+        A policy that counts as it goes returns a new one for each forward.
         """
         return self
 

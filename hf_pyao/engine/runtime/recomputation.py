@@ -9,7 +9,6 @@ import torch
 
 from hf_pyao.engine.runtime.policy import LayerRun, Policy
 from hf_pyao.engine.runtime.slots import Slot
-from hf_pyao.engine.transfer.compute_streams import ComputeStreams
 from hf_pyao.engine.transfer.layout import TensorLayout
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 
@@ -133,7 +132,6 @@ class Recomputer(Protocol):
         *,
         reason_not_traceable: Callable[[], str | None],
         is_constant: Callable[[torch.Tensor, int], bool],
-        streams: ComputeStreams,
         watcher: CopyWatcher | None,
     ) -> Recomputation | None:
         """Prepare to trace a layer call, if *policy* may recompute something of it; else None.
@@ -146,7 +144,6 @@ class Recomputer(Protocol):
                 operations cannot be seen, or returns None.
             is_constant: says of a tensor that no operation made, and the key of its storage,
                 whether it stays on the device in any case (a buffer, a parameter's cast).
-            streams: the compute streams seen so far.
             watcher: is told how long tracing and rebuilding take.
         """
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -29,7 +28,6 @@ class RunFigures:
         self._on_counted: Callable[[int], None] | None = None
         self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
         """Micro-batches that were counted, some of whose copies may not be timed yet."""
-        self._lock = threading.RLock()  # backwards may run on several threads
 
     def tell_when_counted(self, listener: Callable[[int], None]) -> None:
         """Tell *listener* of each micro-batch that is counted: how many there are by now."""
@@ -37,12 +35,11 @@ class RunFigures:
 
     def count(self, stats: MicroBatchStats) -> None:
         """Add a micro-batch whose backward is over."""
-        with self._lock:
-            self.settle_times()
-            times = self._mover.collect(stats)
-            self.last = stats
-            self.totals.add(stats)
-            self._late_times.append((stats, times))
+        self.settle_times()
+        times = self._mover.collect(stats)
+        self.last = stats
+        self.totals.add(stats)
+        self._late_times.append((stats, times))
         if self._on_counted is not None:
             self._on_counted(self.totals.num_micro_batches)
 
@@ -52,8 +49,7 @@ class RunFigures:
         The host counts a micro-batch when it has queued its backward, long before the device runs
         it. After a synchronization the figures of the last micro-batch are complete.
         """
-        with self._lock:
-            for stats, times in self._late_times:
-                before = stats.link_times_ms
-                self._mover.collect_times(stats, times)
-                self.totals.add_link_times(before, stats.link_times_ms)
+        for stats, times in list(self._late_times):
+            before = stats.link_times_ms
+            self._mover.collect_times(stats, times)
+            self.totals.add_link_times(before, stats.link_times_ms)

@@ -34,7 +34,7 @@ from hf_pyao.engine.runtime.flattened_tensor import EmptiedCounter, Flattening
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.transfer.compute_streams import Home
+from hf_pyao.engine.transfer.compute_streams import visitor_of
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
@@ -80,7 +80,7 @@ class WatchedStorage:
     In-place changes raise when it is asked for: see [Note: In-place changes].
     """
 
-    home: Home | None = None
+    home: torch.Stream | None = None
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
     _other_watches: list[VersionWatch] | None = None
     handed_out: list[tuple[torch.Tensor, int, TensorLayout]] | None = None
@@ -258,6 +258,10 @@ class SavedStorage(WatchedStorage):
     def is_whole_copy(self) -> bool:
         """Whether the copy was queued, and all of the storage is in it."""
         return self.moved.is_whole and not self.moved.is_put_off
+
+    def is_equal_here(self, nbytes: int) -> bool:
+        """Say whether *nbytes* equal to its own may be read from it, saved on this stream."""
+        return self.nbytes == nbytes and visitor_of(self.home) is None
 
     def settle(self) -> None:
         """Queue the copy to the host if it was put off."""

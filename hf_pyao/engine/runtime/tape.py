@@ -17,6 +17,7 @@ from hf_pyao.engine.runtime.parameters import FrozenShapes
 from hf_pyao.engine.runtime.policy import Decision, Policy
 from hf_pyao.engine.runtime.recomputation import Recomputation
 from hf_pyao.engine.runtime.slots import ANCHOR, NO_SLOT, SHARED, Slot
+from hf_pyao.engine.transfer.compute_streams import current_stream, streams_now
 from hf_pyao.engine.transfer.graph_task import NO_TASK
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.metrics import MicroBatchStats
@@ -57,7 +58,6 @@ class SlotEntry:
 
     def remember(self, policy: Policy, stays: str | None, decision: Decision) -> None:
         """Remember what *policy* decided; *stays* was the reason to stay in any case."""
-        self.policy = None  # not half of it, for calls on other threads
         self.stays = stays
         self.decision = decision
         self.policy = policy
@@ -79,7 +79,7 @@ class Layer:
     def entries(self, is_last_run: bool) -> list[SlotEntry]:
         """Return what its newest such call saved, in order: the next is likely to save the same.
 
-        The list is never changed, since calls on other threads may read it.
+        The list is never changed.
         """
         return self._entries[is_last_run]
 
@@ -113,6 +113,8 @@ class LayerCall:
     backward_task = NO_TASK
     """Id of the graph task in which its backward started last."""
     is_open = True
+    is_forked = False
+    """True once it saved something on another compute stream than its forward's."""
     num_slots = 0
     """Distinct storages saved so far, without those that layers share."""
     num_shared = 0
@@ -181,6 +183,10 @@ class LayerCall:
     def recompute_with(self, recomputation: Recomputation) -> None:
         """Trace what is saved from here on."""
         self.recomputation = recomputation
+
+    def fork(self) -> None:
+        """Record that it saves something on another compute stream than its forward's."""
+        self.is_forked = True
 
     def enter(self, path: str, cast_input: torch.Tensor | None) -> None:
         """Enter a sub-module; *cast_input* is what autocast would cast for it."""
@@ -331,8 +337,8 @@ class StorageTable:
 class Tape:
     """The layer calls of one forward.
 
-    It opens as the forward begins, takes no more calls once its backward or another forward of its
-    thread began, and is over when no saved storage of it is left. Records hold their call, calls
+    It opens as the forward begins, takes no more calls once its backward or another forward began,
+    and is over when no saved storage of it is left. Records hold their call, calls
     hold the tape, and the tape holds neither, so that an abandoned one disappears with its graph.
     """
 
@@ -352,6 +358,13 @@ class Tape:
         self.has_run_backward = False
         self.is_failed = False
         self.micro_batch = MicroBatch(self)
+        self._homes = streams_now()
+        """The compute stream on which it began; of a further device the first one seen."""
+
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Say whether compute on *device* is on another stream now than this forward's."""
+        stream = current_stream(device)
+        return stream is not None and self._homes.setdefault(device, stream) != stream
 
     @property
     def accepts_calls(self) -> bool:

@@ -29,6 +29,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
+from hf_pyao.engine.transfer.compute_streams import lend, visitor_of
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
@@ -68,6 +69,11 @@ class Unpacker(HookSide):
         self._running_call: LayerCall | None = None
 
     @property
+    def running_tapes(self) -> Sequence[Tape]:
+        """The forwards through which backward runs, or ran when it failed."""
+        return self._tapes
+
+    @property
     def running_call(self) -> LayerCall | None:
         """The layer call whose backward runs, or was the last to run in one that failed."""
         return self._running_call
@@ -90,15 +96,13 @@ class Unpacker(HookSide):
             assert type(handle) is StreamedTensor
             return handle.give()
         home = handle.storage.home
-        visitor = None if home is None else home.visitor()
+        visitor = visitor_of(home)
         with self._lock:
-            if visitor is None:
+            if home is None or visitor is None:
                 return self._unpack(handle)
-            assert home is not None
-            with home.stream:
+            with home:
                 tensor = self._unpack(handle)
-            home.receive(visitor)
-            return tensor
+            return lend(tensor, home, visitor)
 
     def _unpack(self, handle: SavedTensor) -> torch.Tensor:
         record = handle.storage

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hf_pyao.engine.stores import Store
-from hf_pyao.engine.transfer.compute_streams import ComputeStreams
 from hf_pyao.engine.transfer.tiers import Tier, Tiers
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.transfer.window import OffloadWindow
@@ -38,8 +37,7 @@ class LinkContext:
         self.tiers = Tiers([Tier(store, transport), *further_tiers])
         self.window_bytes = window_bytes
         """What its models were configured with; what holds now is :attr:`limit_bytes`."""
-        self.streams = ComputeStreams()
-        self.offloads = OffloadWindow(window_bytes, self.streams)
+        self.offloads = OffloadWindow(window_bytes)
 
     def join(self, user: object) -> None:
         """Note that *user*, an engine's mover, uses this link until it leaves, or is gone."""

@@ -17,7 +17,6 @@ import torch
 
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.engine.stores import Buffer
-from hf_pyao.engine.transfer.compute_streams import Home, Lingering
 from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout, rows_view
 from hf_pyao.engine.transfer.meter import Label, Meter
 from hf_pyao.engine.transfer.tiers import Tier
@@ -98,10 +97,8 @@ class MovedBytes:
     is_whole = True
     """True if the whole storage is in here."""
     phase: Phase = OFFLOADING
-    home: Home | None = None
+    home: torch.Stream | None = None
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
-    lingering: Lingering | None = None
-    """Its source, which others held yet when it was let go; with several compute streams only."""
     late_codec: Codec | None = None
     """While the copy to the host is put off: how it will be written."""
     owner: Owner | None = None
@@ -184,7 +181,7 @@ class MovedBytes:
 
     # ---- to the host ---------------------------------------------------------------------------
 
-    def put_off(self, codec: Codec, home: Home | None) -> None:
+    def put_off(self, codec: Codec, home: torch.Stream | None) -> None:
         """Record that the copy is queued later, written with *codec*."""
         self.payload = (self.source,)
         self.home = home
@@ -222,28 +219,28 @@ class MovedBytes:
         self.device_bytes = nbytes
         self.let_go_of_source()
 
-    def take_host(
+    def is_leaving(
         self,
         tier: Tier,
         host: Buffer,
         host_view: torch.Tensor | None,
         source: torch.Tensor,
+        ticket: Any,
     ) -> None:
-        """Take the tier's buffer that *source*, the bytes as they are, goes to."""
+        """Record that *source*, the bytes as they are, is copied to *host*, the tier's buffer."""
         self.tier = tier
         self.transport = tier.transport
         self.host = host
         if host_view is not None:
             self.host_view = host_view
         self.payload = (source,)
+        self.offload_ticket = ticket
+        self.home = ticket.compute
 
     def copy_queued(self, ticket: Any) -> None:
         """Record the (last) copy to the host."""
         self.offload_ticket = ticket
-
-    def live_at(self, home: Home) -> None:
-        """Have its memory belong to *home*."""
-        self.home = home
+        self.home = ticket.compute
 
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
@@ -261,10 +258,6 @@ class MovedBytes:
         """Let go of the source's memory; the tensor goes on sharing its version counter."""
         self.source.data = self.layout.blank
 
-    def linger(self, lingering: Lingering | None) -> None:
-        """Hold on to the source that others hold yet."""
-        self.lingering = lingering
-
     # ---- back to the device --------------------------------------------------------------------
 
     def new_device_buffer(self) -> torch.Tensor:
@@ -274,9 +267,10 @@ class MovedBytes:
         layout = self.layout
         return layout.blank.new_empty_strided(layout.size, layout.stride)
 
-    def reload_queued(self, buffer: torch.Tensor) -> None:
-        """Take the device buffer that the payload comes back to."""
+    def reload_queued(self, buffer: torch.Tensor, ticket: Any) -> None:
+        """Take the device buffer that the payload comes back to, and its copy."""
         self.buffer = buffer
+        self.reload_ticket = ticket
         if self.phase is AWAY:
             self.phase = RELOADING
         else:
@@ -288,10 +282,6 @@ class MovedBytes:
             self.phase = HERE
         else:
             self.to(HERE)
-
-    def is_reloaded_by(self, ticket: Any) -> None:
-        """Record the copy to the device."""
-        self.reload_ticket = ticket
 
     def buffer_as_it_is(self) -> torch.Tensor | None:
         """Return the tensor that was brought back as it is, the first time; else None."""
@@ -323,7 +313,7 @@ class MovedBytes:
     def release(self) -> Buffer | None:
         """Let go of everything; return the tier's buffer, if there is one."""
         self.phase = RELEASED
-        self.lingering = self.buffer = self.decoded = None
+        self.buffer = self.decoded = None
         self.payload = ()
         host, self.host = self.host, None
         return host

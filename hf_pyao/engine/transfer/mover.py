@@ -13,6 +13,7 @@ import torch
 
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.engine.stores import HOST_FULL, Buffer
+from hf_pyao.engine.transfer.compute_streams import current_stream, visitor_of
 from hf_pyao.engine.transfer.layout import (
     ByteViews,
     TensorLayout,
@@ -59,7 +60,6 @@ class Mover(ReloadSchedule):
         """True if someone is to hear of copies: the watcher, or a profiler."""
         self._offloads = link.offloads
         self._new_items = link.offloads.new_items
-        self._streams = link.streams
         self._bytes = ByteViews()
 
     def tell(self, watcher: CopyWatcher | None) -> None:
@@ -108,7 +108,7 @@ class Mover(ReloadSchedule):
                 moved.is_part_from(start)
             is_late = moved.is_whole or not layout.is_dense
         if is_late:
-            moved.put_off(codec, self._streams.home_here(moved.device))
+            moved.put_off(codec, current_stream(moved.device))
         elif not self._queue(moved, codec):
             _count_kept(meter, storage_nbytes)
             return None
@@ -120,10 +120,7 @@ class Mover(ReloadSchedule):
         if codec is None:
             return
         moved.no_longer_put_off()
-        home = moved.home
-        if home is not None:
-            home.meet_visitors()  # they may have filled other regions
-        with nullcontext() if home is None else home.stream:
+        with nullcontext() if moved.home is None else moved.home:
             is_queued = self._queue(moved, codec)
         if not is_queued:
             _count_kept(moved.meter, moved.nbytes)
@@ -168,31 +165,29 @@ class Mover(ReloadSchedule):
         layout = moved.layout
         source = moved.source
         if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
-            target = host.view_like(layout)
-            moved.take_host(tier, host, target, source)
+            view = target = host.view_like(layout)
         else:
             source = self._bytes.of(source, moved.start, moved.start + nbytes)
-            target = host.data
-            moved.take_host(tier, host, None, source)
+            view, target = None, host.data
         meter = moved.meter
+        offload = tier.transport.offload
+        if self.is_watched and is_profiling():
+            offload = in_range(offload, "offload", moved.label.layer)
         try:
-            if self.is_watched:
-                self._copy_out(moved, tier, source, target)
-            else:  # the same, written out
-                ticket = tier.transport.offload(
-                    source, target, after=tier.store.barriers, label=moved.label, times=self.times
-                )
-                moved.copy_queued(ticket)
-                if ticket.compute is not None and moved.home is None:
-                    moved.live_at(self._streams.home_on(ticket.compute))
+            ticket = offload(
+                source, target, after=tier.store.barriers, label=moved.label, times=self.times
+            )
+            moved.is_leaving(tier, host, view, source, ticket)
             meter.offloaded_bytes += nbytes
             meter.link_bytes += nbytes
             self._offloads.add(moved)
         except BaseException:
             tier.transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            if moved.host is None:
+                tier.store.release(host, None)
             raise
         if self.watcher is not None:  # when all is noted: it may raise
-            self.watcher.on_copy("offload", moved.label, nbytes, moved.offload_ticket)
+            self.watcher.on_copy("offload", moved.label, nbytes, ticket)
         return True
 
     def _queue_encoded(self, moved: MovedBytes, codec: Codec, rows: torch.Tensor) -> bool:
@@ -216,8 +211,6 @@ class Mover(ReloadSchedule):
         meter.offloaded_bytes += moved.nbytes
         meter.link_bytes += nbytes
         self._offloads.add(moved)
-        if self._streams.are_several:
-            moved.linger(self._streams.let_go(moved.home, rows.untyped_storage()))
         if watcher is not None:
             for part_bytes, ticket in copies:
                 watcher.on_copy("offload", moved.label, part_bytes, ticket)
@@ -245,27 +238,14 @@ class Mover(ReloadSchedule):
         except BaseException:
             tier.transport.retire_all()  # as in `_queue`
             raise
-        if moved.home is None and ticket.compute is not None:
-            moved.live_at(self._streams.home_on(ticket.compute))
 
     # ---- back to the device --------------------------------------------------------------------
 
     def read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes on the device, and which byte of the original storage is the first.
 
-        Afterwards they count as used.
+        To be called on their home. Afterwards they count as used.
         """
-        home = moved.home
-        visitor = None if home is None else home.visitor()
-        if visitor is None:
-            return self._read(moved)
-        assert home is not None
-        with home.stream:
-            loaded = self._read(moved)
-        home.receive(visitor)
-        return loaded
-
-    def _read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
         phase = moved.phase
         if phase is OFFLOADING:
             return self.read_payload(moved)
@@ -325,10 +305,10 @@ class Mover(ReloadSchedule):
             ReleasedTensorError: the buffers were given back.
         """
         home = moved.home
-        if home is None or home.visitor() is None:
+        if home is None or visitor_of(home) is None:
             self._queue_reload(moved)
         else:
-            with home.stream:
+            with home:
                 self._queue_reload(moved)
 
     def _queue_reload(self, moved: MovedBytes) -> None:
@@ -342,7 +322,6 @@ class Mover(ReloadSchedule):
         if source is None:
             source = host.data
         buffer = moved.new_device_buffer()
-        moved.reload_queued(buffer)
         transport = moved.transport
         reload = transport.reload
         if self.is_watched and is_profiling():
@@ -351,7 +330,7 @@ class Mover(ReloadSchedule):
             ticket = reload(
                 source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
             )
-            moved.is_reloaded_by(ticket)
+            moved.reload_queued(buffer, ticket)
         except BaseException:
             transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
             raise
@@ -365,11 +344,13 @@ class Mover(ReloadSchedule):
     def bring_here(self, moved: MovedBytes) -> None:
         """Let compute read *moved* on the device from here on, wherever its bytes are.
 
+        To be called on its home.
+
         Raises:
             ReleasedTensorError: the buffers were given back.
         """
         if moved.phase is not RELOADING:
-            self.reload(moved)
+            self._queue_reload(moved)
         moved.transport.wait(moved.reload_ticket)  # as :meth:`wait` does
         moved.has_come()
 
@@ -382,17 +363,11 @@ class Mover(ReloadSchedule):
     def drop_device_copy(self, moved: MovedBytes) -> None:
         """Let go of the reloaded copy; the tier still has the bytes."""
         if moved.phase is RELOADING:
-            self._retire(moved)
+            moved.transport.retire(moved.reload_ticket)
         elif not moved.is_here:
             return
         self.note_use(moved.item)
-        if moved.home is not None:
-            moved.home.await_visitors()
         moved.drop_device_copy()
-
-    def _retire(self, moved: MovedBytes) -> None:
-        if moved.reload_ticket is not None:  # else an interrupt came before it was queued
-            moved.transport.retire(moved.reload_ticket)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -405,14 +380,8 @@ class Mover(ReloadSchedule):
         if phase is OFFLOADING:
             self._offloads.end(moved.item)
         elif phase is RELOADING:
-            self._retire(moved)
+            moved.transport.retire(moved.reload_ticket)
             self.note_use(moved.item)
-        home = moved.home
-        if home is not None:
-            if moved.lingering is not None and moved.lingering.is_held:
-                home.await_everywhere()
-            else:
-                home.await_visitors()
         # The newest copy that uses the host buffer stands for the one before.
         last = moved.offload_ticket if moved.reload_ticket is None else moved.reload_ticket
         tier, host = moved.tier, moved.release()

@@ -42,7 +42,7 @@ class Window(abc.ABC):
         self.waiting_bytes = 0
         self.new_items = itertools.count()
         """Ids for what moves over this link, each of them once."""
-        self._lock = threading.RLock()  # forwards may run on several threads
+        self._lock = threading.RLock()  # models on several threads may share a link
         self._over: deque[int] = deque()
         """Items that no one can ask for any more, in the order of their end."""
         self._searched: Container[int] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ from hf_pyao.errors import ConfigError
 
 
 @dataclass(eq=False, slots=True)
-class _Timed:
-    """Two events between which something ran. They are used again once no one holds this."""
+class StreamTicket:
+    """A copy queued on a stream, between two events. They are used again once no one holds this."""
 
     kind: str
     nbytes: int
@@ -36,6 +36,11 @@ class _Timed:
     end: torch.Event
     spare: list[torch.Event]
     """Events of the device that may be recorded anew."""
+    queue: torch.Stream
+    order: int
+    device: torch.device
+    compute: torch.Stream
+    """The stream that was current when the copy was queued."""
 
     def __del__(self) -> None:
         """Give the events back. The transport holds this until both have come."""
@@ -43,14 +48,15 @@ class _Timed:
 
 
 @dataclass(eq=False, slots=True)
-class StreamTicket(_Timed):
-    """A copy queued on a stream, between two events."""
+class _Wait:
+    """Compute's wait for a copy, if the copy ends later than compute comes to *start*."""
 
-    queue: torch.Stream
-    order: int
-    device: torch.device
-    compute: torch.Stream
-    """The stream that was current when the copy was queued."""
+    ticket: StreamTicket
+    start: torch.Event
+    in_backward: bool
+
+    def __del__(self) -> None:
+        self.ticket.spare.append(self.start)
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +86,8 @@ class StreamTransport:
         self.copy_streams = copy_streams
         self._streams: dict[torch.device, _Streams] = {}
         self._orders = itertools.count()
-        self._timed: list[_Timed] = []
+        self._timed: deque[StreamTicket | _Wait] = deque()
+        """Copies, and waits for them, that were not timed yet, oldest first."""
         self._spare: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
         self._own_times = LinkTimes()
         self._copied = CopiedSoFar()
@@ -120,12 +127,10 @@ class StreamTransport:
         if ticket.end.query():
             return
         stream = ticket.compute
-        before, behind = self._event(ticket.device), self._event(ticket.device)
-        before.record(stream)
+        start = self._event(ticket.device)
+        start.record(stream)
         stream.wait_event(ticket.end)
-        behind.record(stream)
-        kind = "backward" if is_in_backward() else "forward"
-        self._timed.append(_Timed(kind, 0, ticket.times, before, behind, ticket.spare))
+        self._timed.append(_Wait(ticket, start, is_in_backward()))
 
     def retire(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -150,18 +155,27 @@ class StreamTransport:
         return bool(ticket.end.query())
 
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
-        """Read the events of finished copies and waits; those still running are left for later."""
-        timed, self._timed = self._timed, []
-        for each in timed:
-            if not each.end.query():
-                self._timed.append(each)
-                continue
-            elapsed_ms = each.start.elapsed_time(each.end)
-            if each.nbytes:
+        """Read the events of finished copies and waits, up to the first one that still runs.
+
+        To ask an event costs the host more than a microsecond.
+        """
+        timed = self._timed
+        while timed:
+            each = timed[0]
+            if isinstance(each, _Wait):
+                ticket = each.ticket
+                if not (each.start.query() and ticket.end.query()):
+                    break
+                elapsed_ms = each.start.elapsed_time(ticket.end)
+                # Below zero: the copy had ended before compute came to the wait.
+                ticket.times.add_stall(max(0.0, elapsed_ms), in_backward=each.in_backward)
+            else:
+                if not each.end.query():
+                    break
+                elapsed_ms = each.start.elapsed_time(each.end)
                 each.times.transfer_ms += elapsed_ms
                 self._copied.add(each.kind, each.nbytes, elapsed_ms)
-            else:
-                each.times.add_stall(elapsed_ms, in_backward=each.kind == "backward")
+            timed.popleft()
         times.move_to(meter)
         if not meter.device_peak_bytes:  # asked once: a meter is collected until all is timed
             peaks = map(torch.accelerator.max_memory_allocated, self._streams)
@@ -199,16 +213,15 @@ class StreamTransport:
         compute = current_stream(device)
         assert compute is not None
         spare = self._spare[device]
+        start, end = self._event(device), self._event(device)
         if ready is not None:
             stream.wait_event(ready)
         else:
-            ready = self.mark(device)
-            stream.wait_event(ready)
-            spare.append(ready)  # a wait is for what was recorded before it
+            start.record(compute)
+            stream.wait_event(start)  # for what was recorded before it: it is recorded again
         for ticket in after:
-            if ticket.queue is not stream and not ticket.end.query():
-                stream.wait_event(ticket.end)
-        start, end = self._event(device), self._event(device)
+            if ticket.queue is not stream:
+                stream.wait_event(ticket.end)  # to ask whether it has come would cost more
         with stream:
             start.record(stream)
             dst.copy_(src, non_blocking=True)

@@ -1,13 +1,14 @@
 """Transports: how bytes cross the link; what they promise, and the one that copies at once.
 
 [Note: Stream order]
-Queues run beside each other: compute (one stream or several, the user's), device-to-host copies,
-and host-to-device copies. Memory that is let go returns to the stream that it was allocated on, and
-what that stream runs next may write to it at once. Hence:
-- A storage has a home (``compute_streams.Home``): the stream that was current when it was packed,
-  on which autograd runs the nodes that saved it. What is made for it on the device (its encoded
-  payload, the target of its reload, decoded or rebuilt bytes) is allocated on its home and written
-  there, whichever stream is current when that happens.
+Queues run beside each other: compute, device-to-host copies, and host-to-device copies. Memory that
+is let go returns to the stream that it was allocated on, and what that stream runs next may write
+to it at once. Hence:
+- Of one forward only what is saved on the compute stream on which it began is moved or rebuilt;
+  that stream is its home. What is saved on another stream stays (``OTHER_STREAM``). Autograd runs
+  a node on the stream of its forward, so that the home asks for it again. What is made for it on
+  the device (its encoded payload, the target of its reload, decoded or rebuilt bytes) is allocated
+  on its home and written there, whichever stream is current when that happens.
 - A copy belongs to the compute stream that it was queued from (``Ticket.compute``): the home, too,
   since that is made current meanwhile.
 - A copy to the host starts behind what its compute stream has queued, which produced its source,
@@ -19,17 +20,14 @@ what that stream runs next may write to it at once. Hence:
 - ``wait`` orders the copy's compute stream behind it, before that reads a reloaded buffer, or
   before memory that the copy uses is let go. Copies of one queue run in order: for one compute
   stream a wait for the newest of them stands for all that were queued from it before.
-- Other streams may ask for a storage, too (nodes on two streams saved it, or a prefetch): visitors.
-  A visitor waits for the home before it reads; the home waits for its visitors before memory of the
-  home's is let go.
-- The source of a copy to the host is the user's, and may have been allocated on any stream. Where
-  several compute streams were seen, all of them wait for the home (and its visitors) before it is
-  let go. It is let go only once nothing else holds it (``ComputeStreams.let_go``): who does may yet
-  queue readers, which autograd's hold on a saved tensor would have protected.
+- Another stream that asks for a tensor (a look at a node) waits for the home, and the allocator is
+  told of it (``record_stream``).
 - A host buffer is written behind the newest copy of each queue that used it before, whichever
   transport that queue belongs to ([Note: Buffer lifetime] in ``stores.host_pool``).
-Every wait is an event wait on a stream. Nothing here stops the host. What is not covered: a stream
-that allocates what layers save and never runs anything of a layer that is saved is not known.
+Every wait is an event wait on a stream. Nothing here stops the host. The source of a copy to the
+host is the user's, and is let go earlier than autograd would. If it was allocated on another stream
+than the home, or another stream reads it and saves nothing of it, the user must have told the
+allocator so (``record_stream``).
 
 [Note: Window]
 The host queues work long before the device runs it: often the whole backward while the device is

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_pyao.engine.transfer.compute_streams import ComputeStreams, Home
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.schedule import Window
 from hf_pyao.engine.transfer.transport import Transport
@@ -36,13 +35,11 @@ class OffloadWindow(Window):
 
     Args:
         limit_bytes: see :class:`~hf_pyao.engine.transfer.schedule.Window`.
-        streams: the compute streams.
     """
 
-    def __init__(self, limit_bytes: int | None, streams: ComputeStreams) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         super().__init__(limit_bytes)
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._streams = streams
         self._leaving: dict[int, Leaving] = {}
 
     def join(self, user: object) -> None:
@@ -67,12 +64,7 @@ class OffloadWindow(Window):
         """Hold the payload of *moved*, whose offload was just issued."""
         ticket = moved.offload_ticket
         transport = moved.transport
-        if (
-            self.limit_bytes is not None
-            and not self.waiting
-            and not self._streams.are_several
-            and transport.is_done(ticket)
-        ):
+        if self.limit_bytes is not None and not self.waiting and transport.is_done(ticket):
             moved.source_has_left()
             return
         # First: an interrupt may come, and `drain` finds what is held here.
@@ -81,15 +73,13 @@ class OffloadWindow(Window):
 
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
-        if self.waiting or self._streams.has_lingering:
+        if self.waiting:
             super().layer_end()
-            self._streams.release_lingering()
 
     def release_done(self) -> None:
         """Let go of what the host knows to have left."""
         if self.waiting:
             super().release_done()
-        self._streams.release_lingering()
 
     def drain(self, is_meant: Callable[[MovedBytes], bool] | None = None) -> None:
         """Order compute behind what waits, and let it go.
@@ -107,7 +97,6 @@ class OffloadWindow(Window):
                 ]
             )
             self.recount()
-        self._streams.release_lingering()
 
     # ---- what the schedule decides -------------------------------------------------------------
 
@@ -135,16 +124,6 @@ class OffloadWindow(Window):
 
     def let_go(self, item: int) -> None:
         """Let the payload of *item* go."""
-        ref, ticket, payload, _ = self._leaving.pop(item)
-        moved = ref()
-        if moved is None or not moved.is_near:
-            if ticket.compute is not None:
-                Home(self._streams, ticket.compute).await_everywhere()
-            return
-        if not self._streams.are_several or moved.codec is not None:
+        moved = self._leaving.pop(item).moved()
+        if moved is not None and moved.is_near:
             moved.source_has_left()
-            return
-        storage = payload[0].untyped_storage()
-        del payload
-        moved.source_has_left()
-        moved.linger(self._streams.let_go(moved.home, storage))

@@ -26,7 +26,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
+from hf_pyao.engine.transfer.compute_streams import (
+    current_stream,
+    is_held_elsewhere,
+    visitor_of,
+)
 from hf_pyao.engine.transfer.layout import bytes_view, view_of_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes, Transport
@@ -58,8 +62,10 @@ class DeviceSlot:
 
     def __init__(self) -> None:
         self.storage: torch.UntypedStorage | None = None
-        self.home: Home | None = None
+        self.home: torch.Stream | None = None
         """The compute stream that the memory belongs to; None on a CPU."""
+        self._visitors: set[torch.Stream] = set()
+        """Other streams that read it."""
         self.tickets: list[object] = []
         """Of the copies of the upload."""
         self.arrival: Arrival | None = None
@@ -105,14 +111,22 @@ class DeviceSlot:
 
     def meet(self) -> None:
         """Let the current stream read the slot, if the memory belongs to another stream."""
-        visitor = None if self.home is None else self.home.visitor()
+        visitor = visitor_of(self.home)
         if visitor is not None and self.home is not None:
-            self.home.receive(visitor)
+            visitor.wait_stream(self.home)
+            self._visitors.add(visitor)
+
+    def await_visitors(self) -> None:
+        """Order the stream that the memory belongs to behind the others that read it."""
+        while self._visitors:
+            visitor = self._visitors.pop()
+            if self.home is not None:
+                self.home.wait_stream(visitor)
 
     @property
     def is_at_home(self) -> bool:
         """True if the memory belongs to the current stream."""
-        return self.home is None or self.home.visitor() is None
+        return visitor_of(self.home) is None
 
 
 class DeviceSlots:
@@ -121,7 +135,7 @@ class DeviceSlots:
     Args:
         blocks: what is uploaded; kept until the last upload has ended, even if the ring is gone.
         num_slots: how many slots there are.
-        link: transport and compute streams.
+        link: has the transport.
         device: where the slots are.
         counts: the meter of the uploads.
         read_ahead: reads blocks that are on a disk; None: none are.
@@ -144,7 +158,6 @@ class DeviceSlots:
         self._counts = counts
         self._device = device
         self._transport = link.transport
-        self._streams = link.streams
         self._slots = tuple(DeviceSlot() for _ in range(num_slots))
         self._slot_of_storage: dict[int, DeviceSlot] = {}
         self._has_told_of_holders = False
@@ -180,15 +193,13 @@ class DeviceSlots:
             slot.storage = torch.empty(
                 self.nbytes, dtype=torch.uint8, device=self._device
             ).untyped_storage()
-            slot.home = self._streams.home_here(self._device)
+            slot.home = current_stream(self._device)
             self._slot_of_storage[slot.storage._cdata] = slot
         meant.follow_changes()
         in_file = meant.masters.file_to_read()
         meant.note_content()
         slot.content = block
-        home = slot.home
-        if home is not None:
-            home.await_visitors()
+        slot.await_visitors()
         if in_file is not None:
             assert self._read_ahead is not None
             with self._at_home(slot):
@@ -201,7 +212,7 @@ class DeviceSlots:
             self._copy(slot, meant.layer, after, None, start, bytes_on_host)
 
     def _at_home(self, slot: DeviceSlot) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if slot.home is None else slot.home.stream
+        return contextlib.nullcontext() if slot.home is None else slot.home
 
     def _copy(
         self,
@@ -291,8 +302,7 @@ class DeviceSlots:
         """Empty all slots, and let go of their memory."""
         for slot in self._slots:
             self.empty(slot)
-            if slot.home is not None:
-                slot.home.await_visitors()
+            slot.await_visitors()
             if slot.storage is not None:
                 self._slot_of_storage.pop(slot.storage._cdata, None)
             slot.storage = slot.home = None

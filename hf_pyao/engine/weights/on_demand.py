@@ -60,7 +60,7 @@ class WeightsOnDemand:
     """Reads weights on the host in forwards of the model; none, until :meth:`take`.
 
     Args:
-        link: transport and compute streams.
+        link: has the transport.
         device: where compute reads the weights.
         on_forward: called as the model's forward begins.
         counts: what is counted further; None: anew.

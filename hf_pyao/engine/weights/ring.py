@@ -55,7 +55,7 @@ class WeightRing(WeightReads):
     Args:
         blocks: in forward order, with their memory.
         blocks_of_layer: by number of the layer, its blocks; empty for a layer that stays.
-        link: transport and compute streams.
+        link: has the transport.
         device: where the slots are.
         num_slots: how many.
         read_groups: makes what is read in place of a parameter that comes in groups of experts.

@@ -65,7 +65,7 @@ class WeightVisits(RingSchedule):
     Args:
         blocks: those on the host, in forward order, with their memory.
         trained: all trained weights of the model.
-        link: transport, host memory and compute streams.
+        link: transport and host memory.
         device: where compute runs.
         num_slots: slots of the ring.
         hand_over: called between two pieces of a weight that is read by rows.

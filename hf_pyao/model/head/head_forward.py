@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao.model.head.callers import caller_outside
-from hf_pyao.model.head.counts import Counts
 from hf_pyao.model.head.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.model.head.output_head import (
     PLAIN,
@@ -44,6 +44,9 @@ _NOT_CALLED = (
     "its forward does not call its head: something else computes the loss from hidden states "
     "already (Liger's patch, say), and hf_pyao leaves it alone"
 )
+_OTHER_THREAD = (
+    "a training forward of another thread was under way: one at a time is without its logits"
+)
 _TRL = "TRL's fused LM head computes the loss from hidden states, and hf_pyao leaves it alone"
 
 _READ = (
@@ -69,7 +72,7 @@ class _Run:
 
 
 class HeadForward:
-    """Runs training forwards, and counts. Several threads may run them at a time.
+    """Runs training forwards, and counts. Of several with gradients at a time the first is served.
 
     Args:
         chunk_tokens: most tokens per chunk; None: as many as fit the budget.
@@ -89,8 +92,10 @@ class HeadForward:
         without_gradients: bool = False,
     ) -> None:
         self._without_gradients = without_gradients
-        self.counts = Counts()
-        """How often what was done; see :class:`Counts`."""
+        self.counts: Counter[str] = Counter()
+        """``chunked``: forwards whose loss was computed without the logits. ``own``: training
+        forwards with labels that kept the model's own loss. ``read``: logits that somebody read
+        although the loss was computed without them."""
         self.last_plan: ChunkPlan | None = None
         """How the last loss was cut."""
         self.smoothings = Smoothings()
@@ -103,12 +108,16 @@ class HeadForward:
 
     def run(self, model: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``own(*args, **kwargs)``, a training forward of *model* that is given labels."""
-        if self._exchanged.num_active:  # the model calls itself
+        if self._exchanged.answers:  # the model calls itself
+            return own(*args, **kwargs)
+        if self._exchanged.is_active and torch.is_grad_enabled():
+            self._stand_back(_OTHER_THREAD)
+            self.counts["own"] += 1
             return own(*args, **kwargs)
         head = understand_head(output_embeddings(model))
         if isinstance(head, NotUnderstood) or kwargs.get("fused_lm_head"):
             self._stand_back(head.reason if isinstance(head, NotUnderstood) else _TRL)
-            self.counts.add("own")
+            self.counts["own"] += 1
             return own(*args, **kwargs)
         run = _Run(kwargs.get("num_items_in_batch"), self.smoothings.current())
         calls: list[PutOffCall] = []
@@ -152,7 +161,7 @@ class HeadForward:
     def _finish(self, outputs: Any, calls: list[PutOffCall]) -> Any:
         """Compute logits that are handed out without a loss having been taken of them."""
         chunked = bool(calls) and all(call.loss_taken for call in calls)
-        self.counts.add("chunked" if chunked else "own")
+        self.counts["chunked" if chunked else "own"] += 1
 
         def replace(logits: DeferredLogits) -> Any:
             keep = logits.tensor is None and chunked
@@ -167,9 +176,9 @@ class HeadForward:
         return outputs
 
     def _note_reading(self) -> None:
-        if not self.counts.total("read"):
+        if not self.counts["read"]:
             self._warn(_READ.format(reader=caller_outside("hf_pyao", "torch.utils", "torch.amp")))
-        self.counts.add("read")
+        self.counts["read"] += 1
 
     def _compute_loss(
         self, run: _Run, call: PutOffCall, hidden: Tensor, request: LossRequest

@@ -211,9 +211,9 @@ class HeadLoss(LeftBehind):
         """Return counts since installation, and the chunks of the last loss."""
         forward, plan = self._head_forward, self._head_forward.last_plan
         return {
-            "head_loss_num_chunked": float(forward.counts.total("chunked")),
-            "head_loss_num_own": float(forward.counts.total("own")),
-            "head_loss_num_logits_read": float(forward.counts.total("read")),
+            "head_loss_num_chunked": float(forward.counts["chunked"]),
+            "head_loss_num_own": float(forward.counts["own"]),
+            "head_loss_num_logits_read": float(forward.counts["read"]),
             "head_loss_num_chunks": float(plan.num_chunks if plan else 0),
             "head_loss_chunk_tokens": float(plan.chunk_tokens if plan else 0),
             "head_loss_chunk_bytes": float(plan.chunk_bytes if plan else 0),

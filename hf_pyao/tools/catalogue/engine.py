@@ -48,6 +48,14 @@ CHAPTER = Chapter(
             "The message ends with its remedy. If nothing can be done, drop the setting.",
         ),
         Entry(
+            "second-thread",
+            "A thread ran a training forward of the model while another thread's forward or "
+            "backward was under way, or its graph still waited for a backward. One thread is "
+            "served at a time. Results are right.",
+            "Run micro-batches one after the other. If a loss or an output of another thread is "
+            "still held and not needed, let go of it.",
+        ),
+        Entry(
             "layer-inside-layer",
             "A layer was entered while another one had not ended. Either layers call each other, "
             "or a forward was left by an exception that was caught.",

@@ -30,7 +30,7 @@ LEGAL = {
 
 
 def records_of(offloader: object) -> list[SavedStorage]:
-    return list(offloader.engine._here.tape.live_records())  # type: ignore[attr-defined]
+    return list(offloader.engine._tape.live_records())  # type: ignore[attr-defined]
 
 
 def test_only_legal_transitions_pass() -> None:

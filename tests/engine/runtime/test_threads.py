@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,9 +16,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.codecs.narrow import NarrowCodec
-from hf_pyao.engine.runtime.run_figures import RunFigures
-from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
-from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket
 from tests.helpers import (
     EVERY_LAYER,
     Stack,
@@ -128,10 +126,8 @@ def train_in_threads(config: PyAOConfig, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "all"])
-def test_one_model_in_several_threads(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hf_pyao"):
-        train_in_threads(CASES[name], num_steps=4)
-    assert not caplog.records, "none of these steps was idle"
+def test_one_model_in_several_threads(name: str) -> None:
+    train_in_threads(CASES[name], num_steps=4)
 
 
 @pytest.mark.thorough
@@ -141,29 +137,80 @@ def test_many_steps_of_one_model_in_several_threads(name: str) -> None:
         train_in_threads(CASES[name], num_steps=8)
 
 
-def test_a_forward_on_another_thread_ends_nothing_of_ours() -> None:
-    """Between the layers of one forward, and within its backward, another thread does a step."""
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Return what *work* returns on a thread of its own."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="second")
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 1}])
+def test_a_second_thread_is_passed_over(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread does a step between two layers of a forward, before its backward, and in it;
+    not after it."""
 
     def elsewhere(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=lambda: other.append(gradients_at(model, 1)))
-            thread.start()
-            thread.join()
+            num_calls = offloader.engine.num_layer_calls
+            other.append(in_thread(lambda: gradients_at(model, 1)))
+            num_served.append(offloader.engine.num_layer_calls - num_calls)
 
     model = tiny_model("llama")
     expected = gradients_at(model, 0), gradients_at(model, 1)
     other: list[torch.Tensor] = []
-    with attach(model, CASES["all"]) as offloader:
+    num_served: list[int] = []
+    config = replace(CASES["all"], recompute_modules=(), **settings)
+    with attach(model, config) as offloader, caplog.at_level(logging.WARNING, "hf_pyao"):
         model.model.layers[1].register_forward_pre_hook(elsewhere)
-        model.model.layers[1].mlp.register_full_backward_hook(elsewhere)
-        loss = model(**tiny_batch(0), use_cache=False).loss
-        tape = offloader.engine._here.tape
-        assert tape is not None
-        assert len(tape.calls) == 3, "all layer calls are of one micro-batch"
-        parts = torch.autograd.grad(loss, list(model.parameters()))
-    assert torch.equal(torch.cat([part.flatten() for part in parts]), expected[0])
-    assert len(other) == 2
+        model.model.norm.register_full_backward_hook(elsewhere)
+        for _ in range(2):
+            loss = model(**tiny_batch(0), use_cache=False).loss
+            tape = offloader.engine._tape
+            assert tape is not None and len(tape.calls) == 3, "all layer calls are of one forward"
+            elsewhere()
+            parts = torch.autograd.grad(loss, list(model.parameters()))
+            assert torch.equal(torch.cat([part.flatten() for part in parts]), expected[0])
+        del loss, parts, tape
+        assert len(num_served) >= 6 and not any(num_served)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "thread 'second' enters the model" in said and "[pyao:second-thread]" in said
+        elsewhere()
+        assert num_served[-1] == 3
     assert all(torch.equal(found, expected[1]) for found in other)
+
+
+def test_threads_that_train_one_after_the_other_are_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The second is the first again, and the third fails within a layer, on a thread that ends."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def step() -> torch.Tensor | None:
+        try:
+            return gradients_at(model, 2)
+        except KeyboardInterrupt:
+            return None
+
+    model = tiny_model("gpt2")
+    expected = gradients_at(model, 2)
+    with attach(model, CASES["bytes"]) as offloader, caplog.at_level(logging.WARNING, "hf_pyao"):
+        for work in (step, lambda: in_thread(step), step):
+            num_calls = offloader.engine.num_layer_calls
+            assert torch.equal(work(), expected)
+            assert offloader.engine.num_layer_calls > num_calls
+        handle = model.transformer.h[1].mlp.register_forward_pre_hook(fail)
+        assert in_thread(step) is None
+        handle.remove()
+        num_calls = offloader.engine.num_layer_calls
+        assert torch.equal(step(), expected)
+        assert offloader.engine.num_layer_calls > num_calls
+    assert not [record for record in caplog.records if "second-thread" in record.getMessage()]
 
 
 # ---- backward inside of a layer, and recomputation
@@ -186,32 +233,3 @@ def test_a_backward_inside_of_a_layer_that_is_recomputed() -> None:
         model(x).sum().backward()
         assert_same_tensors(gradients_of(model), expected, "attached")
         assert offloader.metrics()["recomputed_bytes"] > 0
-
-
-class OtherThreadCounts:
-    """A mover, in whose look at the times of copies another thread counts a micro-batch."""
-
-    def __init__(self) -> None:
-        self.other: threading.Thread | None = None
-        self.figures = RunFigures(self)  # type: ignore[arg-type]
-
-    def collect(self, stats: MicroBatchStats) -> LinkTimes:
-        return LinkTimes()
-
-    def collect_times(self, stats: MicroBatchStats, times: LinkTimes) -> None:
-        stats.transfer_ms += 1.0
-        if self.other is None:
-            self.other = threading.Thread(target=self.figures.count, args=(MicroBatchStats(),))
-            self.other.start()
-            self.other.join(timeout=0.2)  # it waits until this thread has counted
-
-
-def test_threads_that_count_micro_batches_at_once() -> None:
-    mover = OtherThreadCounts()
-    mover.figures.count(MicroBatchStats())
-    mover.figures.settle_times()
-    assert mover.other is not None
-    mover.other.join()
-    totals = mover.figures.totals
-    assert totals.num_micro_batches == 2
-    assert totals.as_dict()["transfer_ms"] == 2.0

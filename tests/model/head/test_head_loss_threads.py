@@ -1,4 +1,4 @@
-"""Several threads on one model with a head loss: each has its own numbers."""
+"""Several threads on one model with a head loss: one at a time is without its logits."""
 
 from __future__ import annotations
 
@@ -40,34 +40,32 @@ def in_threads(work: Callable[[int], Any], num_threads: int = NUM_THREADS) -> li
     return results
 
 
-def meet_in_loss(model: Any, num_threads: int) -> None:
-    """Let all threads wait for each other inside the loss, their heads' calls put off."""
-    barrier, own = threading.Barrier(num_threads, timeout=TIMEOUT_S), model.loss_function
-
-    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        barrier.wait()
-        loss: Tensor = own(*args, **kwargs)
-        barrier.wait()
-        return loss
-
-    model.loss_function = loss_function
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_forwards_that_meet_in_their_losses(name: str) -> None:
+def test_the_second_of_two_forwards_has_the_models_own_loss(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     mine, own = pair(name, torch.float64)
     handle = install_head_loss(mine, "chunked", chunk_tokens=16)
-    expected = [own(**make_batch(1 + i, 9 + i, seed=i)).loss for i in range(NUM_THREADS)]
-    meet_in_loss(mine, NUM_THREADS)
-    losses = in_threads(lambda i: mine(**make_batch(1 + i, 9 + i, seed=i)).loss)
-    for loss, wanted in zip(losses, expected, strict=True):
-        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    # The gradients of one thread at a time: they meet in the same `.grad`.
-    sum(losses).backward()
-    sum(expected).backward()
+    loss_function, second = mine.loss_function, []
+
+    def slow(*args: Any, **kwargs: Any) -> Tensor:
+        if not second:
+            second.append(None)
+            (second[0],) = in_threads(lambda _: mine(**make_batch(2, 7)).loss, 1)
+        loss: Tensor = loss_function(*args, **kwargs)
+        return loss
+
+    mine.loss_function = slow
+    first = mine(**make_batch(1, 9)).loss
+    torch.testing.assert_close(first, own(**make_batch(1, 9)).loss, rtol=1e-12, atol=0)
+    assert torch.equal(second[0], own(**make_batch(2, 7)).loss)
+    (first + second[0]).backward()
+    (own(**make_batch(1, 9)).loss + own(**make_batch(2, 7)).loss).backward()
     for key, grad in gradients(own).items():
         torch.testing.assert_close(gradients(mine)[key], grad, rtol=1e-9, atol=1e-12)
-    assert handle.metrics()["head_loss_num_chunked"] == NUM_THREADS
+    metrics = handle.metrics()
+    assert (metrics["head_loss_num_chunked"], metrics["head_loss_num_own"]) == (1, 1)
+    assert "another thread was under way" in caplog.text
     assert not any("forward" in module.__dict__ for module in list(mine.modules())[1:])
 
 
