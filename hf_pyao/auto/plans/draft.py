@@ -12,6 +12,7 @@ from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD
+from hf_pyao.plan.predictor.predictor import Predictor
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate
 from hf_pyao.plan.step.step_program import StepProgram
@@ -118,11 +119,4 @@ def choice_of(
         ForecastError: the profile does not hold what a prediction needs.
         ReportError: the step in it is damaged.
     """
-    configured = request.planner(profile, correction=correction)
-    choice = request.choice(configured, record, dtypes=dtypes_of(profile))
-    return StreamingChoice(choice, request.stream_weights)
-
-
-def dtypes_of(profile: Profile) -> dict[str, str]:
-    """Return the data types of a profile's slots, by name."""
-    return {slot.name: slot.dtype for slot in profile.slots}
+    return Predictor.of_profile(profile, request, record, correction=correction).choice()

@@ -297,6 +297,19 @@ def tell(
         say(f"written: {one_line(str(path))}")
 
 
+def refuse_without_effect(args: argparse.Namespace, names: Iterable[str], flag: str) -> None:
+    """Refuse options, by their names in *args*, that are given and do nothing beside *flag*.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    if useless := [name for name in names if getattr(args, name) not in (None, False)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in useless)
+        raise ConfigError(
+            f"{flags} has no effect with {flag}: drop one of them.", key="setting-without-effect"
+        )
+
+
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Refuse options, by their names in *args*, that are given and smaller than this.
 

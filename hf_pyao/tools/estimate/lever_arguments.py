@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
+
+if TYPE_CHECKING:
+    from hf_pyao.plan.options.plan_request import PlanRequest
 
 OFF, AUTO = "off", "auto"
 
@@ -110,9 +114,6 @@ def lever_config_of(args: argparse.Namespace, **more: Any) -> PyAOConfig:
     return PyAOConfig.from_dict(given, labels)
 
 
-OFF, AUTO = "off", "auto"
-
-
 def add_streaming_argument(group: argparse._ActionsContainer) -> None:
     """Add ``--stream-weights`` and ``--stream-embeddings``."""
     group.add_argument(
@@ -169,3 +170,35 @@ def resident_blocks_of(args: argparse.Namespace, *, is_profile: bool = False) ->
             key="nothing-to-stream",
         )
     return int(text) if text.isdigit() else text
+
+
+def binds_of(
+    args: argparse.Namespace, config: PyAOConfig | None = None, *, is_profile: bool = False
+) -> PlanRequest:
+    """Return what binds a plan, as the options say.
+
+    Args:
+        args: of the command.
+        config: what the step was run with; None: the levers among the options.
+        is_profile: as for :func:`resident_blocks_of`.
+
+    Raises:
+        ConfigError: an option is bad.
+    """
+    from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+    from hf_pyao.plan.options.plan_request import PlanRequest
+    from hf_pyao.settings.sizes import Size
+
+    host_bytes = float("inf")
+    if args.host_memory is not None:
+        host_bytes = float(Size().check("--host-memory", args.host_memory))
+    request = PlanRequest.of_config(
+        lever_config_of(args) if config is None else config,
+        host_limit_bytes=host_bytes,
+        allocator=AllocatorSettings.parse(args.alloc_conf),
+    )
+    return dataclasses.replace(
+        request,
+        ends_on_host=ends_on_host_of(args),
+        stream_weights=resident_blocks_of(args, is_profile=is_profile),
+    )

@@ -12,6 +12,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
+from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
@@ -135,7 +136,7 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     assert num_layers[INPUT] == 3 and num_layers[ATTENTION] == 5  # of five layers
     assert not any(name.startswith("mlp") for name in num_layers)
     forecast = Forecast(profile, window_bytes=0)
-    leaves = forecast.leaves(min_bytes=0, keep_last_layers=2)  # of layers 3 and 4: from 2 on
+    leaves = forecast.leaving(OffloadAll(0), 2)  # of layers 3 and 4: from 2 on
     slots = zip(forecast.program.slots, leaves, strict=True)
     assert {slot.layer for slot, slot_leaves in slots if slot_leaves} == {0, 1}
     plan = tmp_path / "plan.json"
