@@ -14,8 +14,6 @@ from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
 from hf_pyao.tools.estimate.common_arguments import (
-    ENGINES,
-    check_least,
     hardware_of,
     refuse_without_effect,
     tell,
@@ -24,8 +22,6 @@ from hf_pyao.tools.estimate.common_arguments import (
 )
 from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
-    add_lever_arguments,
-    add_streaming_argument,
     binds_of,
     given_levers,
     levers_of,
@@ -47,57 +43,12 @@ ASSUMPTION = (
 )
 
 
-FINDS = {
-    "micro-batch": "fastest",
-    "largest-micro-batch": "largest",
-    "sequence": "sequence",
-    "model-size": "model-size",
-}
-"""Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`."""
+FINDS = {"micro-batch": "fastest", "largest-micro-batch": "largest"}
+"""Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`, where
+these differ."""
 
 NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
 """Options of ``pyao estimate`` that have no effect with ``--find``."""
-
-
-def add_find_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--find`` and the options that go with it to the parser of ``pyao estimate``."""
-    asked = parser.add_argument_group(
-        "to choose a micro-batch, a length or a number of layers",
-        "The samples of an optimizer step stay as they are: smaller micro-batches are accumulated. "
-        "PyAOTrainer does the same for the model that it trains, and tries what it chose "
-        "(--activation_offload_auto_micro_batch).",
-    )
-    asked.add_argument(
-        "--find",
-        choices=FINDS,
-        help="the micro-batch with the least time per sample, the largest one that fits, the "
-        "longest sequence that fits, or the most layers that the model may have (model-size)",
-    )
-    asked.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="samples of one optimizer step on one device; micro-batches have to divide it "
-        f"(default: {DEFAULT_GLOBAL_BATCH})",
-    )
-    asked.add_argument(
-        "--micro-batches",
-        metavar="N,N,...",
-        help="consider these alone (default: all that divide the global batch)",
-    )
-    asked.add_argument(
-        "--host-memory",
-        metavar="SIZE",
-        help="most host memory for what is offloaded, such as 64GiB (default: no limit); without "
-        "--find it goes with --disk",
-    )
-    add_streaming_argument(asked)
-    add_lever_arguments(
-        parser.add_argument_group(
-            "with --find: what changes the step itself",
-            "With a chunked loss or tiles each size is recorded, which takes longer.",
-        )
-    )
 
 
 def refuse_without_find(args: argparse.Namespace) -> None:
@@ -150,7 +101,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse what cannot be, before anything is recorded."""
-    check_least(args, sequence_length=2, micro_batch=1, global_batch=1, lora=1)
     refuse_without_effect(args, NOT_FOR_FINDING, "--find")
     levers_of(args)
     resident_blocks_of(args)
@@ -256,7 +206,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
                 sizes=sizes,
             )
     trained = "" if args.lora is None else f", LoRA of rank {args.lora}{described(args.base)}"
-    asked_for = FINDS[args.find]
+    asked_for = FINDS.get(args.find, args.find)
     levers = levers_of(args)
     changed = f", {levers.describe()}" if levers.describe() else ""
     titles = {"sequence": "Longest sequence", "model-size": "Most layers"}
@@ -326,7 +276,7 @@ def _predictor(
         program = steps.at(size, levers)
         samples = micro_batch if args.find in ("sequence", "model-size") else size
         is_accumulating = global_batch is None or samples < global_batch
-        holds = is_accumulating and ENGINES[args.engine] == "device"
+        holds = is_accumulating and args.engine == "plain"
         return gradients_held(program) if holds else program
 
     def optimizer_bytes(size: int) -> int:

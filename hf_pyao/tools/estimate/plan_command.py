@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import PyAOConfig
@@ -13,26 +12,20 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.settings.removed import removed
 from hf_pyao.text import echo, say
-from hf_pyao.tools.answers import add_cache_argument, answered
+from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.common_arguments import (
-    add_allocator_argument,
-    add_disk_argument,
-    add_training_arguments,
-    check_least,
-    given_training,
     refuse_without_effect,
     tell,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
-    add_lever_arguments,
-    add_streaming_argument,
     binds_of,
     given_levers,
     lever_config_of,
     levers_of,
     resident_blocks_of,
 )
+from hf_pyao.tools.option_table import given_of
 from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.progress import Progress
 
@@ -67,68 +60,6 @@ NUM_FRONT_POINTS = 9
 
 NOT_FOR_TRYING = ("host_memory", "disk", "keep_last_layers", "allow_lossy", "compare")
 """Options that have no effect with ``--try``."""
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("source", nargs="?", metavar="PROFILE.json|MODEL", help="what is planned for")
-    add(
-        "--device-memory",
-        metavar="SIZE",
-        help="what may be reserved for tensors, as 11GiB (default: the device's memory less the "
-        "CUDA context)",
-    )
-    add_allocator_argument(parser)
-    add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
-    add(
-        *("--device", "--gpu"),
-        metavar="NAME",
-        help="a card, as for pyao estimate (default: of a model "
-        "rtx4070, of a profile the one that was profiled)",
-    )
-    add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
-    add_disk_argument(parser)
-    add(
-        "--window",
-        default=None,
-        metavar="SIZE",
-        help="bytes in flight, or 'layer' (default: the plan chooses)",
-    )
-    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: by the plan)")
-    add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
-    add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
-    add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
-    add(
-        "--save",
-        type=Path,
-        metavar="FILE.json",
-        help="write the plan, or what --try says",
-    )
-    add("--json", action="store_true", help="print JSON")
-    add_cache_argument(parser)
-    add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
-    add(
-        "--try",
-        nargs="*",
-        type=Path,
-        dest="tried",
-        metavar="PLAN.json",
-        help="search nothing: predict the step of a profile under these plans, with nothing "
-        "offloaded and with everything offloaded",
-    )
-    trained = parser.add_argument_group("how a model is trained")
-    add_training_arguments(trained)
-    add_streaming_argument(trained)
-    add_lever_arguments(
-        parser.add_argument_group(
-            "what changes a model's step itself",
-            "Give training the same settings: the plan is for what they leave to decide on.",
-        )
-    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -211,7 +142,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.tools.estimate.recorded_step import record_with
 
     is_profile = args.source.endswith(".json")
-    of_models = [*given_levers(args), *given_training(args)]
+    of_models = [*given_levers(args), *given_of(args, "trained")]
     if is_profile and of_models:
         raise ConfigError(
             f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
@@ -455,7 +386,6 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
     from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
     from hf_pyao.tools.simulation.kept_models import KeptModels
 
-    check_least(args, micro_batch=1, sequence_length=2)
     config = config_of(parse_model(args.source))
     check_sequence_length(config, args.sequence_length)
     hardware = find_hardware(args.device or "rtx4070")

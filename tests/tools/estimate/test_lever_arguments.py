@@ -20,7 +20,8 @@ from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.plan.predict.forecast import Forecast
-from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, levers_of
+from hf_pyao.tools.estimate.lever_arguments import levers_of
+from hf_pyao.tools.option_table import add_rows
 from hf_pyao.tools.report.kinds import read_document
 
 MODEL = "llama:hidden_size=64,intermediate_size=512,num_hidden_layers=5,num_attention_heads=4,vocab_size=128"
@@ -31,7 +32,7 @@ INPUT, ATTENTION = ":0", "self_attn:1"
 
 def given(*options: str) -> Levers:
     parser = argparse.ArgumentParser()
-    add_lever_arguments(parser.add_argument_group("levers"))
+    add_rows(parser, "levers")
     return levers_of(parser.parse_args(options))
 
 
