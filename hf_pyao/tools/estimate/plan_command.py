@@ -139,6 +139,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.solve.planner import NoPlanFitsError
     from hf_pyao.plan.step.ends_on_host import ends_bytes
     from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
+    from hf_pyao.tools.estimate.predicted_profile import profile_of, training_of
     from hf_pyao.tools.estimate.recorded_step import record_with
 
     is_profile = args.source.endswith(".json")
@@ -150,7 +151,9 @@ def _plan(args: argparse.Namespace) -> Plan:
             key="settings-contradict",
         )
     resident_blocks_of(args, is_profile=is_profile)
-    training = None if is_profile else _training_of(args)
+    training = None
+    if not is_profile:
+        training, named = training_of(args, args.source)
     hardware = _hardware_of(args, is_profile=is_profile)
     limit_bytes = _limit_bytes_of(args, hardware, training)
     if limit_bytes is None:
@@ -158,7 +161,10 @@ def _plan(args: argparse.Namespace) -> Plan:
             "how much memory the device has is not in a profile: give --device-memory, as 11GiB.",
             key="device-memory-unknown",
         )
-    profile = read_profile(args) if training is None else _predicted_profile(args, training)
+    if training is None:
+        profile = read_profile(args)
+    else:
+        profile = profile_of(args, args.source, training, named)
     binds = binds_of(args, _config_for(args, profile), is_profile=is_profile)
     if training is None:
         room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
@@ -376,37 +382,6 @@ def read_profile(args: argparse.Namespace) -> Profile:
             key="file-kind",
         )
     return profile
-
-
-def _training_of(args: argparse.Namespace) -> FakeTraining:
-    """Return the model that is named, as it is trained."""
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.common_arguments import training_fields_of
-    from hf_pyao.tools.estimate.fake_step import FakeTraining
-    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-    from hf_pyao.tools.simulation.kept_models import KeptModels
-
-    config = config_of(parse_model(args.source))
-    check_sequence_length(config, args.sequence_length)
-    hardware = find_hardware(args.device or "rtx4070")
-    return FakeTraining(config=config, kept=KeptModels(), **training_fields_of(args, hardware))
-
-
-def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.model_specs import parse_model
-    from hf_pyao.tools.estimate.predicted_profile import predict_profile
-
-    hardware = find_hardware(args.device or "rtx4070")
-    spec = parse_model(args.source)
-    return predict_profile(
-        training,
-        hardware,
-        args.micro_batch,
-        args.sequence_length,
-        title=f"{spec.name} on {hardware.name}, predicted",
-        levers=levers_of(args),
-    )
 
 
 def _number_or_text(text: str) -> int | str:

@@ -9,7 +9,7 @@ from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.text import echo, one_line
 from hf_pyao.tools.estimate.common_arguments import tell
-from hf_pyao.tools.estimate.lever_arguments import given_levers, levers_of
+from hf_pyao.tools.estimate.lever_arguments import given_levers
 from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.run_script import check_script, run_script
 
@@ -62,24 +62,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 def _predicted(args: argparse.Namespace) -> Profile:
     from hf_pyao.plan.documents.schema import write_json
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.common_arguments import training_fields_of
-    from hf_pyao.tools.estimate.fake_step import FakeTraining
-    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-    from hf_pyao.tools.estimate.predicted_profile import predict_profile
+    from hf_pyao.tools.estimate.predicted_profile import profile_of, training_of
 
-    hardware = find_hardware(args.device or "rtx4070")
-    spec = parse_model(args.model)
-    config = config_of(spec)
-    check_sequence_length(config, args.sequence_length)
-    profile = predict_profile(
-        FakeTraining(config=config, **training_fields_of(args, hardware)),
-        hardware,
-        args.micro_batch,
-        args.sequence_length,
-        title=f"{spec.name} on {hardware.name}, predicted",
-        levers=levers_of(args),
-    )
+    profile = profile_of(args, args.model, *training_of(args, args.model))
     write_json(args.output, profile)
     return profile
 
