@@ -7,8 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
@@ -86,85 +85,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
-    from hf_pyao.tools.advise.command import add_advise_arguments
-    from hf_pyao.tools.bench import sweep_command
-    from hf_pyao.tools.bench.arguments import add_bench_arguments, run_from_arguments
-    from hf_pyao.tools.estimate.command import add_estimate_arguments
-    from hf_pyao.tools.estimate.find_command import add_find_arguments
-    from hf_pyao.tools.estimate.plan_command import add_plan_arguments
-    from hf_pyao.tools.estimate.profile_command import add_profile_arguments
+    from hf_pyao.tools.advise import command as advise
+    from hf_pyao.tools.bench import arguments as bench
+    from hf_pyao.tools.bench import sweep_command as sweep
+    from hf_pyao.tools.estimate import command as estimate
+    from hf_pyao.tools.estimate import plan_command as plan
+    from hf_pyao.tools.estimate import profile_command as profile
+    from hf_pyao.tools.option_table import add_options
 
+    as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="pyao",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="pyao", description=DESCRIPTION, formatter_class=as_written
     )
     parser.add_argument("--version", action="version", version=f"hf_pyao {hf_pyao.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    bench = commands.add_parser("bench", help="compare ways to save activation memory")
-    add_bench_arguments(bench)
-    bench.set_defaults(run=run_from_arguments)
-
-    estimate = commands.add_parser("estimate", help="what fits on which card, without one")
-    add_estimate_arguments(estimate)
-    add_find_arguments(estimate)
-    estimate.set_defaults(run=_estimate)
-
-    profile = commands.add_parser("profile", help="what the steps of a script take")
-    add_profile_arguments(profile)
-    profile.set_defaults(run=_profile)
-
-    advise = commands.add_parser("advise", help="which settings a script should run with")
-    add_advise_arguments(advise)
-    advise.set_defaults(run=_advise)
-
-    plan = commands.add_parser("plan", help="the fastest plan that fits, and why")
-    add_plan_arguments(plan)
-    plan.set_defaults(run=_plan)
-
-    sweep = commands.add_parser("sweep", help="memory and speed over budgets of offloading")
-    sweep_command.add_sweep_arguments(sweep)
-    sweep.set_defaults(run=_sweep)
-
-    report = commands.add_parser(
-        "report",
-        help="tables and plots of results",
-        description=REPORT_DESCRIPTION,
-        epilog=REPORT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    rows = (
+        ("bench", "compare ways to save activation memory", *_texts(bench, bench.epilog())),
+        ("estimate", "what fits on which card, without one", *_texts(estimate, estimate.epilog())),
+        ("profile", "what the steps of a script take", *_texts(profile)),
+        ("advise", "which settings a script should run with", *_texts(advise)),
+        ("plan", "the fastest plan that fits, and why", *_texts(plan)),
+        ("sweep", "memory and speed over budgets of offloading", *_texts(sweep)),
+        ("report", "tables and plots of results", REPORT_DESCRIPTION, REPORT_EPILOG, _report),
+        ("doctor", "look at this machine", DOCTOR_DESCRIPTION, None, _doctor),
     )
-    report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="a .md, .html or .json file to write"
-    )
-    report.add_argument(
-        "--no-plots", action="store_true", help="tables alone; matplotlib is then not needed"
-    )
-    report.set_defaults(run=_report)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="look at this machine",
-        description=DOCTOR_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    doctor.add_argument(
-        "--disk",
-        metavar="FOLDER",
-        help="measure the disk of this folder, too: 1 GiB is written, flushed, read and removed",
-    )
-    doctor.add_argument("--json", action="store_true", help="as JSON, for a bug report")
-    doctor.add_argument(
-        "--model",
-        default="opt:1.3b",
-        metavar="MODEL",
-        help="what the verdict is for, as pyao estimate takes it (default: opt:1.3b)",
-    )
-    doctor.add_argument("--no-verdict", action="store_true", help="leave it out: it takes a minute")
-    doctor.set_defaults(run=_doctor)
+    for name, help, description, epilog, run in rows:
+        command = commands.add_parser(
+            name, help=help, description=description, epilog=epilog, formatter_class=as_written
+        )
+        add_options(command, name)
+        command.set_defaults(run=_estimate if name == "estimate" else run)
     return parser
+
+
+def _texts(module: Any, epilog: str | None = None) -> tuple[Any, Any, Any]:
+    """Return what stands above and below a command's options, and what runs it."""
+    below = module.EPILOG if epilog is None else epilog
+    return module.DESCRIPTION, below, module.run_from_arguments
 
 
 def _estimate(args: argparse.Namespace) -> int:
@@ -179,33 +137,6 @@ def _estimate(args: argparse.Namespace) -> int:
         return find_command.run_from_arguments(args)
     find_command.refuse_without_find(args)
     return command.run_from_arguments(args)
-
-
-def _profile(args: argparse.Namespace) -> int:
-    need_torch()
-    from hf_pyao.tools.estimate.profile_command import run_from_arguments
-
-    return run_from_arguments(args)
-
-
-def _advise(args: argparse.Namespace) -> int:
-    need_torch()
-    from hf_pyao.tools.advise.command import run_from_arguments
-
-    return run_from_arguments(args)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from hf_pyao.tools.estimate.plan_command import run_from_arguments
-
-    return run_from_arguments(args)
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    need_torch()
-    from hf_pyao.tools.bench.sweep_command import run_from_arguments
-
-    return run_from_arguments(args)
 
 
 def _report(args: argparse.Namespace) -> int:

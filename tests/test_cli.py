@@ -13,6 +13,7 @@ from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.documents.schema import write_json
 from hf_pyao.tools.bench import doctor
 from hf_pyao.tools.bench.doctor import Machine
+from hf_pyao.tools.estimate import plan_command
 from hf_pyao.tools.report.kinds import read_document
 from tests.helpers.documents import make_bench, make_run
 
@@ -61,7 +62,7 @@ def test_ctrl_c_ends_a_command_in_one_line(
     def interrupted(args: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_plan", interrupted)
+    monkeypatch.setattr(plan_command, "run_from_arguments", interrupted)
     assert cli.main(["plan", "opt:tiny"]) == 130
     assert capsys.readouterr() == ("", "pyao: interrupted\n")
 

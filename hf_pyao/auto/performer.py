@@ -207,7 +207,7 @@ class AutoActions:
         return found
 
     def _planned(self, purpose: Purpose, state: State) -> on.Event:
-        now, maker = state.now, self._maker
+        now = state.now
         if purpose is Purpose.UNRECORDED:
             return self._plan_unrecorded(state)
         if purpose is Purpose.MEASURED:
@@ -219,9 +219,9 @@ class AutoActions:
             how = f"for batches of {now.num_elements} elements instead of {draft.num_elements}"
             return self._answer(larger, f"{how}; {larger.limits.how}")
         if purpose is Purpose.ONCE:
-            once = maker.in_room(draft, self._view.room())
+            once = draft.in_room(self._view.room())
             return self._answer(once, "of layers that run once")
-        tighter = maker.tighter(draft)
+        tighter = draft.tighter()
         if tighter is None:
             return on.NotPlanned("there is no tighter plan", is_error=False)
         return self._answer(
@@ -341,7 +341,7 @@ class AutoActions:
         found = find_off(of_size, draft.num_elements, draft.expected, draft.copies_ms, causes)
         if found is None:
             return None
-        after, is_another = self._maker.corrected(draft, found.correction)
+        after, is_another = draft.corrected(found.correction)
         return on.Corrected(
             ready_of(after.plan, self._settings.given, keeps_all=after.keeps_all),
             after,
@@ -366,7 +366,7 @@ class AutoActions:
             lost = None if other is None else loses(timed, measured)
             if other is None or lost is None:
                 continue
-            after = self._maker.fall_back(draft, other)
+            after = draft.following(other)
             ready = ready_of(after.plan, self._settings.given, keeps_all=after.keeps_all)
             return on.Lost(ready, after, name, plan_ms=lost[0], fallback_ms=lost[1])
         return None

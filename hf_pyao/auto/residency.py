@@ -11,6 +11,7 @@ configured policy. From then on, as many layers stay as fit beside the step's ot
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 
@@ -24,14 +25,13 @@ from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.errors import warn
-from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.hardware.speeds import LinkModel
-from hf_pyao.plan.options.lever_choice import LeverChoice
+from hf_pyao.plan.options.chosen_levers import FIXED
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import REFERENCE
-from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Planner
+from hf_pyao.plan.predictor.predictor import Card, Predictor
+from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL
 from hf_pyao.plan.weights.choice import StreamingChoice
 from hf_pyao.plan.weights.first_residents import optimizer_bytes
 from hf_pyao.text import describe_error
@@ -156,12 +156,14 @@ class Residency:
         """Return how many layers' weights fit beside what the configured policy leaves."""
         given, request = self._settings.given, self._request
         recorded, _ = record_fake_step(step, levers=given.levers, layers=self._settings.layers)
-        program = recorded.whole()
-        times_ms = operation_times_ms(program, REFERENCE)
-        planner = request.planner_of(program, times_ms, _ANY_LINK, {})
-        simple = planner.simple()
+        predictor = Predictor(
+            lambda _, levers: recorded.whole(),
+            Card.of(REFERENCE, _ANY_LINK),
+            dataclasses.replace(request, room=FIXED, stream_weights="auto"),
+        )
+        choice = predictor.choice()
+        simple = choice.resident.configured.simple()
         held = simple.get(OFFLOAD_ALL) if self._policy in OFFLOADING else None
-        choice = StreamingChoice(LeverChoice(request.levers, planner, _no_other, request.room))
         limit_bytes = self._limit_bytes(choice)
         number = choice.fewest_streamed(held or simple[KEEP_ALL], limit_bytes)
         if self._streaming.can_ask_for_ends and not choice.fits(
@@ -178,10 +180,6 @@ class Residency:
         now_bytes = choice.resident_bytes(self.num_resident)
         beside = beside_bytes(limit, now_bytes, parameters)
         return limit.nbytes - max(beside, optimizer_bytes(parameters))
-
-
-def _no_other(levers: Levers) -> Planner:
-    raise LeversRefusedError("only the step as configured is looked at")
 
 
 def _least_of_all_ranks(number: int) -> int:

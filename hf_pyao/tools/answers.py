@@ -54,16 +54,6 @@ BESIDE_THE_QUESTION = frozenset(
 """Options that do not change the answer: where it goes, and how it is computed."""
 
 
-def add_cache_argument(group: argparse._ActionsContainer) -> None:
-    """Add ``--no-cache``."""
-    group.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="compute the answer, even if the same question was answered before, and do not keep "
-        "it (answers are kept in ~/.cache/hf_pyao, or in $XDG_CACHE_HOME/hf_pyao)",
-    )
-
-
 def answered(
     args: argparse.Namespace, model: str, kind: type[D], compute: Callable[[], D], *, tells: bool
 ) -> D:

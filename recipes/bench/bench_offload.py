@@ -21,10 +21,16 @@ PROGRAM = "python recipes/bench/bench_offload.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness; return the exit status (2: a setting cannot be)."""
     from hf_pyao.errors import PyAOError
-    from hf_pyao.tools.bench.arguments import add_bench_arguments, run_from_arguments
+    from hf_pyao.tools.bench.arguments import DESCRIPTION, epilog, run_from_arguments
+    from hf_pyao.tools.option_table import add_options
 
-    parser = argparse.ArgumentParser(prog=PROGRAM)
-    add_bench_arguments(parser, PROGRAM)
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=epilog(PROGRAM),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, "bench")
     try:
         return run_from_arguments(parser.parse_args(argv))
     except PyAOError as error:

@@ -18,14 +18,15 @@ from hf_pyao.attachment import attach
 from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predictor.largest import largest_on_a_line
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
-from hf_pyao.tools.estimate.search import largest_on_a_line
-from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, WAYS, PredictedWay, Way
+from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, WAYS, Way
 from hf_pyao.tools.simulation.late_transport import LateTransport
 
 HALF_BYTES = 2
@@ -177,7 +178,7 @@ class Predictor:
             stall_forward_ms=timed.stall_forward_ms,
             stall_backward_ms=timed.stall_backward_ms,
             offloaded_bytes=timed.offloaded_bytes,
-            recomputed=way.flagged,
+            recomputed=self.estimator.flagged() if _way_of(system).policy == "pyao" else (),
         )
 
     def program(self, system: System, micro_batch: int) -> StepProgram:
@@ -227,9 +228,7 @@ class Predictor:
                 host_bytes = int(offloader.metrics()["host_peak_bytes"])
         return max(ledger.phase_peak_bytes.values()), host_bytes
 
-    def _way(
-        self, system: System, micro_batch: int, cap_bytes: float | None = None
-    ) -> PredictedWay:
+    def _way(self, system: System, micro_batch: int, cap_bytes: float | None = None) -> Outcome:
         estimator = self.estimator
         if system.is_auto:  # the same recordings, another window and another limit
             if cap_bytes is None:
@@ -237,7 +236,7 @@ class Predictor:
             estimator = copy.copy(estimator)
             estimator.window_bytes = DEFAULT_WINDOW_BYTES
             estimator.limit_bytes = int(cap_bytes)
-        return estimator.predicted(_way_of(system), system.head_loss, micro_batch)
+        return estimator.predicted(_way_of(system), system.head_loss, micro_batch)[0]
 
 
 def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:

@@ -63,7 +63,7 @@ def _predicted(row: Row, card: str, estimators: dict[Any, Estimator]) -> dict[st
         estimator = estimators[key]
         found = next(each for each in (*ALL_WAYS, LONG_CONTEXT) if name.startswith(each.name))
         head_loss = "chunked" if name.endswith(CHUNKED) or found is LONG_CONTEXT else "off"
-        predicted = estimator.predicted(found, head_loss, row.micro_batch)
+        predicted, _ = estimator.predicted(found, head_loss, row.micro_batch)
     except PyAOError as error:
         return {"reason": f"{error}"}
     step = {

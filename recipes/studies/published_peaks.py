@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hf_pyao.levers import Levers
-from hf_pyao.tools.estimate.search import largest_on_a_line
+from hf_pyao.plan.predictor.largest import largest_on_a_line
 from studies.published_rows import (
     MODELS,
     NAMES,

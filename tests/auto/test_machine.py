@@ -13,7 +13,7 @@ import pytest
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.page import PAGE, page
-from hf_pyao.auto.machine.rules import MOST_ROUNDS, MOST_SETS
+from hf_pyao.auto.machine.rules import MOST_ROUNDS
 from hf_pyao.auto.machine.states import (
     Mode,
     Options,
@@ -247,13 +247,14 @@ def test_measuring_anew_has_an_end() -> None:
     assert state.mode is Mode.GAVE_UP and "too often" in state.summary
 
 
-def test_no_more_than_so_many_sets_are_planned_for() -> None:
-    state, _ = run(replace(AUTO, patience=1, num_rounds_left=99), *CHECKED)
-    for number in range(MOST_SETS + 1):
-        state, _ = trained(state, b"set %d" % number)
-    assert state.mode is Mode.GAVE_UP and len(state.others) == MOST_SETS
+def test_the_plan_of_the_set_before_is_kept_and_of_no_other() -> None:
+    state, _ = run(replace(AUTO, patience=1), *CHECKED)
+    state, _ = trained(state, A, B)
     state, _ = trained(state, A)
-    assert state.mode is Mode.FOLLOWING  # sets that are known have their plans
+    assert state.mode is Mode.FOLLOWING and state.now.ready == ready()
+    state, _ = trained(state, B, C)
+    state, _ = trained(state, A)
+    assert state.mode is Mode.MEASURING
 
 
 def test_a_plan_is_for_the_parameters_as_its_step_was_recorded() -> None:
@@ -405,7 +406,7 @@ def check(before: State, event: on.Event, state: State, used: do.Use) -> None:
     assert (state.rung is not None) == (mode is Mode.TIGHTENED)
     has_plan = {Mode.FOLLOWING: True, Mode.CHECKING: True, Mode.RECORDING: now.ready is not None}
     assert (now.ready is not None) == has_plan.get(mode, False)
-    assert state.key is None or state.key not in state.others
+    assert state.before is None or state.key != state.before[0]
     if before.mode is Mode.TIGHTENED:
         assert mode is Mode.TIGHTENED
 

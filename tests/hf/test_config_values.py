@@ -26,7 +26,8 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_levers import free_levers
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.speed_range import PRESET
+from hf_pyao.plan.predictor.predictor import Card, Predictor
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
@@ -314,11 +315,11 @@ def plan_for(config: PyAOConfig, share: float = SHARE) -> dict[str, Any]:
     """Return the plan for a share of what the step takes with everything kept."""
     config = dataclasses.replace(config, labels=None)  # they are in sentences of the plan
     request = PlanRequest.of_config(config)
-    step = recorded(request.levers)
-    planner = request.planner_of(step, operation_times_ms(step, HARDWARE.device), HARDWARE.link, {})
-    simple = [each.peak_bytes for each in planner.simple().values()]
+    card = Card.of(HARDWARE.device, HARDWARE.link, PRESET)
+    choice = Predictor(lambda _, levers: recorded(levers), card, request).choice()
+    simple = [each.peak_bytes for each in choice.resident.configured.simple().values()]
     limit_bytes = min(simple) + share * (max(simple) - min(simple))
-    chosen = request.choice(planner, recorded, device=HARDWARE.device).best(limit_bytes)
+    chosen = choice.best(limit_bytes).levers
     if not chosen.fits:
         return {"nothing fits": str(chosen.error)}
     plan = plan_of_choice(chosen, limit_bytes=limit_bytes, model={}, num_front_points=0)

@@ -30,10 +30,7 @@ from hf_pyao.auto.machine.transitions import (
     warn,
 )
 
-MOST_SETS = 8
-"""Sets of trained parameters for which plans are made in a run."""
-
-MOST_ROUNDS = 2 * MOST_SETS
+MOST_ROUNDS = 16
 """How often measuring may begin anew in a run: parameters may be frozen and thawed all the time."""
 
 OTHERS_ARE_TRAINED = "other parameters are trained than it planned for"
@@ -82,15 +79,12 @@ def trained(state: State, event: on.Trained) -> Result:
 
 
 def go_over(state: State, key: bytes) -> Result:
-    others = dict(state.others)
-    if state.is_known and state.key is not None:
+    known = state.before[1] if state.before is not None and state.before[0] == key else None
+    before = None
+    if state.key is not None:
         mode = Mode.GAVE_UP if state.now.ready is None else Mode.FOLLOWING
-        others[state.key] = replace(state.now, mode=mode, profile=None)
-    known = others.pop(key, None)
-    is_known = known is not None or len(others) < MOST_SETS
-    state = replace(
-        state, key=key, others=others, now=known or SetState(), is_known=is_known, num_forwards=1
-    )
+        before = state.key, replace(state.now, mode=mode, profile=None)
+    state = replace(state, key=key, before=before, now=known or SetState(), num_forwards=1)
     if known is None or known.ready is None:
         state, actions = measure_anew(state, OTHERS_ARE_TRAINED)
         return state, (do.CancelMeasuring(), *actions)
@@ -139,9 +133,11 @@ def failed_while_timing(state: State, event: on.Failed) -> Result:
 
 def planned(state: State, event: on.Planned) -> Result:
     if event.key is not None and state.key is not None and event.key != state.key:
-        others = {key: each for key, each in state.others.items() if key != event.key}
+        before = state.before
+        if before is not None and before[0] == event.key:
+            before = None
         first = event.key if state.first == state.key else state.first
-        state = replace(state, key=event.key, first=first, others=others)
+        state = replace(state, key=event.key, first=first, before=before)
     if event.cap_bytes is not None:
         state = update(state, cap_bytes=event.cap_bytes)
     is_after_memory = state.now.purpose is Purpose.MEMORY

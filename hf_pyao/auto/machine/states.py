@@ -7,7 +7,7 @@ them on and never looks inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -161,10 +161,8 @@ class State:
     """Which parameters are trained: a byte for each; None before the first forward."""
     first: bytes | None = None
     """The same when the run began."""
-    others: Mapping[bytes, SetState] = field(default_factory=dict)
-    """Sets that were trained before; never changed in place."""
-    is_known: bool = True
-    """False if the trained set came after ``MOST_SETS`` others: no plan is made for it."""
+    before: tuple[bytes, SetState] | None = None
+    """The set that was trained before, and what is known for it; that of turns is gone back to."""
     num_forwards: int = 0
     """Since other parameters are trained than before, or since the set changed."""
     patience: int = 2

@@ -79,7 +79,7 @@ def measure_anew(state: State, why: str) -> Result:
     state = replace(state, now=SetState(mode=Mode.MEASURING, cap_bytes=state.now.cap_bytes))
     back = do.Use(Target.CONFIGURED, Options.CONFIGURED, resets_window=True)
     exchange: tuple[do.Action, ...] = (do.StopTiming(), back)
-    if not state.is_known or not state.num_rounds_left:
+    if not state.num_rounds_left:
         summary = (
             f"policy {state.name!r} goes on offloading everything: parameters were frozen and "
             "thawed too often for a plan each time"

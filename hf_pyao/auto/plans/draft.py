@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from hf_pyao.errors import warn
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.options.auto_plan import plan_of_choice
+from hf_pyao.plan.options.chosen_levers import ChosenLevers, LeverRoom
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD
+from hf_pyao.plan.predictor.predictor import Predictor
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
+from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming, weight_plan_of
+
+logger = logging.getLogger(__name__)
+
+GAIN = 1.01
+"""How many times faster another plan must be to replace the one that is followed, after times were
+corrected."""
+
+TIGHTER = 0.92
+"""After the device ran out of memory, the next plan may need this share of what the plan needed."""
 
 Record = Callable[[Levers], StepProgram]
 """Records the step with other levers; raises LeversRefusedError where it cannot."""
@@ -39,7 +57,7 @@ class Limits:
 class Draft:
     """A plan, and what the next one for the same parameters can be made from."""
 
-    plan: Plan
+    followed: ChosenLevers
     profile: Profile
     num_elements: int
     """Of the batch of the step that is planned for."""
@@ -48,7 +66,8 @@ class Draft:
     """Records the step with other levers, each once."""
     limits: Limits
     choice: StreamingChoice
-    followed: ChosenLevers
+    identity: Mapping[str, Any]
+    """What tells the model."""
     before: ChosenLevers | None = None
     """What the plan replaced since times were off; None: nothing."""
     correction: Correction = NO_CORRECTION
@@ -58,6 +77,30 @@ class Draft:
     """Blocks of frozen weights that are streamed at least, since memory ran out."""
     trained: int | None = None
     """Which parameters are trained, as ``PlanFacts.trained``; None: not known."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan as a document."""
+        limits, program = self.limits, self.followed.planner.program
+        weights = weight_plan_of(program) if self.choice.may_stream else None
+        return plan_of_choice(
+            self.followed,
+            limit_bytes=limits.limit_bytes + limits.beside_bytes,
+            model=self.identity,
+            facts=PlanFacts(
+                num_elements=self.num_elements,
+                trained=self.trained,
+                device_limit_bytes=limits.device_bytes,
+                beside_bytes=int(limits.beside_bytes),
+                resident_bytes=program.resident_bytes,
+                growth_exponent=self.growth_exponent,
+                resident_blocks=None if weights is None else weights.num_resident,
+            ),
+            figures={
+                **self.correction.figures(),
+                **({} if weights is None else figures_of(weights)),
+            },
+        )
 
     @property
     def chosen(self) -> Candidate:
@@ -108,6 +151,62 @@ class Draft:
         correction = self.correction.times(correction)
         return choice_of(self.request, self.profile, self.record, correction)
 
+    # ---- the next plan for the same step -------------------------------------------------------
+
+    def following(self, found: ChosenLevers) -> Draft:
+        """Return the draft in which another plan is followed: :attr:`fallback`, :attr:`before`."""
+        return dataclasses.replace(self, followed=found, before=None)
+
+    def in_room(self, room: LeverRoom) -> Draft:
+        """Take the fastest plan for the same step, where other levers may be chosen than before."""
+        draft = dataclasses.replace(self, request=dataclasses.replace(self.request, room=room))
+        choice = draft.choice_with(NO_CORRECTION)
+        limit_bytes = self.limits.limit_bytes
+        found = chosen_within(choice, limit_bytes, limit_bytes, self.least_streamed)
+        return dataclasses.replace(draft, choice=choice).following(found)
+
+    def corrected(self, correction: Correction) -> tuple[Draft, bool]:
+        """Take the fastest plan for times that differ from those of the plan that is followed.
+
+        Returns:
+            It, and whether it is another one: that must be faster by :data:`GAIN`.
+        """
+        choice = self.choice_with(correction)
+        as_now = choice.with_streamed(self.num_streamed)
+        planner = as_now.planner_for(self.followed.levers)
+        now = planner.again(self.chosen)
+        followed = dataclasses.replace(
+            self.followed, candidate=now, planner=planner, configured=as_now.configured
+        )
+        draft = dataclasses.replace(
+            self, choice=choice, followed=followed, correction=self.correction.times(correction)
+        )
+        # Where nothing fits, that was said before.
+        found = choice.best(self.limits.limit_bytes, self.least_streamed).levers
+        if found.fits and found.candidate.step_ms * GAIN < now.step_ms:
+            return dataclasses.replace(draft, followed=found, before=followed), True
+        return draft, False
+
+    def tighter(self) -> Draft | None:
+        """Take a plan with a lower peak than the one that is followed; None if there is none.
+
+        No fewer blocks of frozen weights are streamed than now, in this plan and in later ones.
+        """
+        least_streamed = self.num_streamed
+        before_bytes = self.chosen.memory.needed_bytes
+        limit_bytes = TIGHTER * before_bytes
+        found = self.choice.best(limit_bytes, least_streamed).levers
+        if not found.fits:
+            # The lowest peak of all settings that were looked at just now, if it is lower at all.
+            least_bytes = found.candidate.memory.needed_bytes
+            if least_bytes >= before_bytes:
+                return None
+            limit_bytes = least_bytes
+            found = self.choice.best(limit_bytes, least_streamed).levers
+        limits = dataclasses.replace(self.limits, limit_bytes=limit_bytes)
+        draft = dataclasses.replace(self, limits=limits, least_streamed=least_streamed)
+        return draft.following(found)
+
 
 def choice_of(
     request: PlanRequest, profile: Profile, record: Record, correction: Correction = NO_CORRECTION
@@ -118,11 +217,23 @@ def choice_of(
         ForecastError: the profile does not hold what a prediction needs.
         ReportError: the step in it is damaged.
     """
-    configured = request.planner(profile, correction=correction)
-    choice = request.choice(configured, record, dtypes=dtypes_of(profile))
-    return StreamingChoice(choice, request.stream_weights)
+    return Predictor.of_profile(profile, request, record, correction=correction).choice()
 
 
-def dtypes_of(profile: Profile) -> dict[str, str]:
-    """Return the data types of a profile's slots, by name."""
-    return {slot.name: slot.dtype for slot in profile.slots}
+def chosen_within(
+    choice: StreamingChoice, first_bytes: float, limit_bytes: float, least_streamed: int = 0
+) -> ChosenLevers:
+    """Take the fastest plan within *first_bytes*, or the limit, or the one with the lowest peak."""
+    found = choice.best(first_bytes, least_streamed).levers
+    if not found.fits:
+        found = choice.best(limit_bytes, least_streamed).levers
+    if not found.fits:
+        less_memory = found.levers.less_memory
+        warn(
+            logger,
+            "plan-does-not-fit",
+            "policy 'auto': %s It is taken all the same. What would help: %s.",
+            found.error,
+            ", ".join(filter(None, (less_by_streaming(found.planner.program), less_memory))),
+        )
+    return found

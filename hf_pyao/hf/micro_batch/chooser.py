@@ -26,7 +26,7 @@ from hf_pyao.hf.micro_batch.checks import SETTING
 from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside, nbytes_of
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.trial_step import try_step
-from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.metrics import format_bytes
 from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
@@ -34,23 +34,17 @@ from hf_pyao.model.map.wrappers import unwrap_parallel
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import allocator_settings, beside_bytes, device_limit
 from hf_pyao.plan.hardware.device_speeds import hardware_of
-from hf_pyao.plan.micro_batch.choice import SizeChoice, choose_micro_batch, divisors_of, in_words
-from hf_pyao.plan.micro_batch.sized_steps import (
-    SizedLevers,
-    SizedPlan,
-    SizedSteps,
-    best_plan,
-    fixed_plan,
-    gradients_held,
-)
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.policies.budget import leaving
+from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
-from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.speed_range import PRESET
+from hf_pyao.plan.predictor.choice import SizeChoice, choose_micro_batch, divisors_of, in_words
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.steps import Steps, gradients_held
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.settings.sizes import amount_of
 from hf_pyao.text import describe_error
 
 if TYPE_CHECKING:
@@ -146,38 +140,22 @@ class MicroBatchChooser:
     # ---- predicted -----------------------------------------------------------------------------
 
     def _predicted(self, batches: SampleBatches, limit_bytes: float) -> SizeChoice:
-        hardware = hardware_of(self._device)
-        request = self._request()
-        configured = Levers.of(self._config)
-        steps = SizedLevers(
-            lambda levers: SizedSteps(
-                lambda size: self._recorded(batches, size, levers), scales=levers.scales
-            )
-        )
+        hardware, binds = hardware_of(self._device), self._request()
+        steps = Steps(lambda size, levers: self._recorded(batches, size, levers))
 
         def step_at(size: int, levers: Levers) -> StepProgram:
             program = steps.at(size, levers)
             return gradients_held(program) if size < self._global_batch else program
 
+        card = Card.of(hardware.device, hardware.link, PRESET)
+        predictor = Predictor(step_at, card, binds)
+
         def best_at(size: int) -> SizedPlan:
-            program = step_at(size, configured)
             if self._is_auto:
-                times_ms = operation_times_ms(program, hardware.device)
-                choice = request.choice(
-                    request.planner_of(program, times_ms, hardware.link, {}),
-                    lambda levers: or_refuse(lambda: step_at(size, levers)),
-                    device=hardware.device,
-                )
-                found = best_plan(choice, limit_bytes)
+                found = predictor.best(size, limit_bytes)
             else:
-                found = fixed_plan(
-                    program,
-                    hardware.device,
-                    request.conditions(hardware.link),
-                    leaves_of(self._config, program),
-                    f"policy {self._config.policy}",
-                    limit_bytes,
-                )
+                outcome = predictor.at(size, make_policy(self._config))
+                found = sized_plan(outcome, f"policy {self._config.policy}", limit_bytes)
             self._found[size] = found
             return found
 
@@ -331,14 +309,5 @@ def _measured(peak_bytes: int | None) -> str:
 
 def leaves_of(config: PyAOConfig, program: StepProgram) -> list[bool]:
     """Return which slots leave under a policy that looks at no times."""
-    least = int(config.min_bytes)
     kept = Levers.of(config).kept_layers(program.num_layers, config.effective().keep_last_layers)
-    if config.policy == "off":
-        return [False] * len(program.slots)
-    if config.policy == "budget":
-        assert config.budget is not None
-        max_tensors, max_bytes = amount_of(config.budget)
-        budget = OffloadBudget(least, max_tensors=max_tensors, max_bytes=max_bytes)
-        return leaving(program, budget, kept)
-    first_kept = program.num_layers - kept
-    return [slot.nbytes >= least and slot.layer < first_kept for slot in program.slots]
+    return leaving(program, make_policy(config), kept)

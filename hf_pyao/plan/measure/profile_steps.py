@@ -33,7 +33,7 @@ def steps_of(profile: Profile) -> list[StepReport]:
     try:
         window = profile.settings.get("window")
         forecast = Forecast(profile, window_bytes=window if isinstance(window, int) else None)
-        prediction = forecast.predict(leaves_as_profiled(forecast))
+        prediction = forecast.outcome(leaves_as_profiled(forecast)).timed
     except PyAOError:  # no step in it, or no speed of a link
         return found
     if forecast.is_blocking:  # where copies run, compute does not: there are no lanes beside it

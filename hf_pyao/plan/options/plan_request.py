@@ -6,24 +6,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import POINTWISE
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.kernel_settings import KernelSettings
-from hf_pyao.plan.hardware.speeds import DeviceModel, DiskModel, LinkModel
+from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
 from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
-from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_levers import GivenLevers
-from hf_pyao.plan.predict.calibration import times_like
-from hf_pyao.plan.predict.forecast import Forecast
-from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
 from hf_pyao.plan.solve.coding import CodedWays
-from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import PlacedWeights
@@ -200,92 +192,13 @@ class PlanRequest:
             allocator=allocator,
         )
 
-    def planner(
-        self,
-        profile: Profile,
-        *,
-        device: DeviceModel | None = None,
-        link: LinkModel | None = None,
-        kernels: KernelSettings | None = None,
-        gradient_bytes: int = 0,
-        correction: Correction = NO_CORRECTION,
-    ) -> Planner:
-        """Return the planner for the step of *profile*.
-
-        Args:
-            profile: with its step in it.
-            device: speeds of another device than the profile's; None: as it was profiled.
-            link: speeds of another link.
-            kernels: that device, for what kernels allocate inside; None: as it was profiled.
-            gradient_bytes: what leaves beside in each layer's backward.
-            correction: by how much times differ from the profile's.
-
-        Raises:
-            ForecastError: the profile does not hold what a prediction needs.
-            ReportError: the step in it is damaged.
-        """
-        is_measured = profile.speeds is None and device is None and link is None
-        forecast = Forecast(
-            profile, device=device, link=link, window_bytes=self.window_now_bytes, kernels=kernels
-        )
-        return self.planner_of(
-            forecast.program,
-            correction.times_ms(forecast.program, forecast.times_ms),
-            correction.link(forecast.link),
-            {slot.name: slot.dtype for slot in profile.slots},
-            gradient_bytes=gradient_bytes,
-            rebuild_factor=correction.rebuild,
-            is_blocking=forecast.is_blocking,
-            speed_ratios=MEASURED if is_measured else PRESET,
-        )
-
-    def choice(
-        self,
-        configured: Planner,
-        record: Callable[[Levers], StepProgram],
-        *,
-        device: DeviceModel | None = None,
-        dtypes: Mapping[str, str] | None = None,
-    ) -> LeverChoice:
-        """Return what chooses among settings of the levers.
-
-        Args:
-            configured: the planner for the step with :attr:`levers`.
-            record: records the step with others; raises LeversRefusedError where it cannot be.
-            device: whose speeds *configured* is timed with; None: what was measured.
-            dtypes: by slot, as far as known.
-        """
-
-        def planner_with(levers: Levers) -> Planner:
-            program, before = record(levers), configured.stepper
-            times_ms = (
-                times_like(before.times_ms, before.program, program)
-                if device is None
-                else operation_times_ms(program, device)
-            )
-            return dataclasses.replace(self, levers=levers).planner_of(
-                program,
-                times_ms,
-                configured.conditions.link,
-                dtypes or {},
-                gradient_bytes=configured.conditions.gradient_bytes,
-                is_blocking=configured.conditions.is_blocking,
-                speed_ratios=configured.conditions.speed_ratios,
-            )
-
-        return LeverChoice(self.levers, configured, planner_with, self.room)
-
     def planner_of(
         self,
         program: StepProgram,
         times_ms: Sequence[float],
         link: LinkModel,
         dtypes: Mapping[str, str],
-        *,
-        gradient_bytes: int = 0,
-        rebuild_factor: float = 1.0,
-        is_blocking: bool = False,
-        speed_ratios: tuple[float, ...] = PRESET,
+        **more: Any,
     ) -> Planner:
         """Return the planner for a step with these times.
 
@@ -294,31 +207,13 @@ class PlanRequest:
             times_ms: of each operation.
             link: its speeds.
             dtypes: by slot, as far as known; codecs take slots of known ones alone.
-            gradient_bytes: as in :meth:`planner`.
-            rebuild_factor: of what operations take that run again to rebuild something.
-            is_blocking: compute stands still while copies run.
-            speed_ratios: as :attr:`Conditions.speed_ratios`.
+            more: as for :meth:`conditions`.
         """
-        if self.ends_on_host:
-            program = with_ends_on_host(program)
-        if self.converts_weights:
-            program = with_converted_uploads(program)
-        kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
-        below = self.below
-        if below is not None and below.has_disk:
-            link = dataclasses.replace(link, disk=below.disk())
-        conditions = self.conditions(link, gradient_bytes)
+        program = self.placed(program)
         return Planner(
             program,
             times_ms,
-            dataclasses.replace(
-                conditions,
-                keep_last_layers=kept,
-                rebuild_factor=rebuild_factor,
-                is_blocking=is_blocking,
-                speed_ratios=speed_ratios,
-                placed_weights=None if below is None else below.placed_weights,
-            ),
+            self.conditions(program.num_layers, link, **more),
             host_limit_bytes=self.host_limit_now_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(
@@ -326,17 +221,33 @@ class PlanRequest:
             ),
         )
 
-    def conditions(self, link: LinkModel, gradient_bytes: int = 0) -> Conditions:
-        """Return under which a step is planned over *link*."""
+    def placed(self, program: StepProgram) -> StepProgram:
+        """Return *program* with weights of embeddings and head where they are bound to be."""
+        if self.ends_on_host:
+            program = with_ends_on_host(program)
+        return with_converted_uploads(program) if self.converts_weights else program
+
+    def conditions(self, num_layers: int, link: LinkModel, **more: Any) -> Conditions:
+        """Return under which a step of *num_layers* is planned over *link*.
+
+        Args:
+            num_layers: of the model.
+            link: its speeds.
+            more: further fields of :class:`~hf_pyao.plan.solve.step_problem.Conditions`.
+        """
+        below = self.below
+        if below is not None and below.has_disk:
+            link = dataclasses.replace(link, disk=below.disk())
         return Conditions(
             link=link,
             window_bytes=self.window_now_bytes,
             min_bytes=self.min_bytes,
-            keep_last_layers=self.keep_last_layers,
-            gradient_bytes=gradient_bytes,
+            keep_last_layers=self.levers.kept_layers(num_layers, self.keep_last_layers),
             may_shrink_window=self.may_set_window,
             may_keep_fewer=self.may_keep_fewer,
             allocator=self.allocator,
+            placed_weights=None if below is None else below.placed_weights,
+            **more,
         )
 
     def _forced(self, program: StepProgram) -> Callable[[str], bool] | None:

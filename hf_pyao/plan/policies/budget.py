@@ -7,6 +7,8 @@ Both are this rule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hf_pyao.engine.runtime.policy import (
     BELOW_MIN_BYTES,
     Decision,
@@ -17,7 +19,9 @@ from hf_pyao.engine.runtime.policy import (
 )
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.hardware.speeds import GIB, LinkModel
+from hf_pyao.plan.step.collectives import without_collectives
+from hf_pyao.plan.step.step_program import FORWARD, StepProgram
 
 OVER_BUDGET = "over budget"
 
@@ -94,22 +98,33 @@ class _Spending(OffloadBudget):
         return _OFFLOAD
 
 
-def leaving(program: StepProgram, budget: OffloadBudget, keep_last_layers: int) -> list[bool]:
-    """Return which slots of a recorded step leave the device within *budget*.
+def leaving(program: StepProgram, policy: Policy, keep_last_layers: int) -> list[bool]:
+    """Return which slots of a recorded step leave the device under *policy*.
 
     Args:
         program: the step.
-        budget: it is asked as in a forward.
-        keep_last_layers: last layers of which nothing leaves; they take nothing of the budget.
+        policy: it is asked as in a forward.
+        keep_last_layers: last layers of which nothing leaves; they take nothing of a budget.
     """
     first_kept = program.num_layers - keep_last_layers
-    spending = budget.for_forward()
+    policy = policy.for_forward()
     found = []
     for use in program.slots:
         slot = Slot(program.layer_names[use.layer], use.layer, use.name, 0, use.nbytes, None)
         found.append(
             use.stays is None
             and use.layer < first_kept
-            and isinstance(spending.decide(slot, Situation()), Offload)
+            and isinstance(policy.decide(slot, Situation()), Offload)
         )
     return found
+
+
+def hidden_bytes(program: StepProgram, times_ms: Sequence[float], link: LinkModel) -> int:
+    """Return what *link* carries while forward computes (Megatron-Core's rule of thumb)."""
+    times_ms = without_collectives(times_ms, program.operations)
+    forward_ms = sum(
+        sum(times_ms[segment.start : segment.end])
+        for segment in program.segments
+        if segment.phase == FORWARD
+    )
+    return int(link.d2h_gib_per_s * GIB * forward_ms / 1e3)

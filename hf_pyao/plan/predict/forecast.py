@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
+from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.errors import PyAOError
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import KEEP, RECOMPUTE, Plan
@@ -13,20 +13,17 @@ from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.documents.prediction import ComparedFigure, PredictedPlan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
-from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
-from hf_pyao.plan.policies.budget import OffloadBudget, leaving
-from hf_pyao.plan.predict.allocator_replay import StepMemory
-from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.policies.budget import hidden_bytes, leaving
 from hf_pyao.plan.predict.calibration import times_of
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import peak_cause
-from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.recorded_step import RecordedStep
-from hf_pyao.plan.step.step_program import FORWARD
 
 BLOCKING = "blocking"
 """Name of the transport under which compute stands still while copies run."""
@@ -91,35 +88,16 @@ class Forecast:
         self.window_bytes = window_bytes
         self.allocator = allocator
 
-    def leaves(self, *, min_bytes: int, keep_last_layers: int) -> list[bool]:
-        """Return which slots leave with policy ``all``."""
-        first_kept = self.program.num_layers - self._num_kept(keep_last_layers)
-        return [slot.nbytes >= min_bytes and slot.layer < first_kept for slot in self.program.slots]
-
-    def within_budget(
-        self, budget_bytes: int, *, min_bytes: int, keep_last_layers: int
-    ) -> list[bool]:
-        """Return which slots leave with policy ``budget``."""
-        budget = OffloadBudget(min_bytes, max_bytes=budget_bytes)
-        return leaving(self.program, budget, self._num_kept(keep_last_layers))
-
-    def _num_kept(self, keep_last_layers: int) -> int:
-        """Return how many last layers are kept of the step that was profiled."""
+    def leaving(self, policy: Policy, keep_last_layers: int) -> list[bool]:
+        """Return which slots of the step that was profiled leave under *policy*."""
         every = self.profile.settings.get("checkpoint_every", 0)
         levers = Levers(checkpoint_every=max(0, every) if isinstance(every, int) else 0)
-        return levers.kept_layers(self.program.num_layers, keep_last_layers)
+        kept = levers.kept_layers(self.program.num_layers, keep_last_layers)
+        return leaving(self.program, policy, kept)
 
     def hidden_bytes(self) -> int:
         """Return what the link carries while forward computes; 0 if that stands still meanwhile."""
-        if self.is_blocking:
-            return 0
-        times_ms = without_collectives(self.times_ms, self.program.operations)
-        forward_ms = sum(
-            sum(times_ms[segment.start : segment.end])
-            for segment in self.program.segments
-            if segment.phase == FORWARD
-        )
-        return int(self.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
+        return 0 if self.is_blocking else hidden_bytes(self.program, self.times_ms, self.link)
 
     def carried_out(self, plan: Plan, *, min_bytes: int) -> PlannedStep:
         """Return the step with *plan* carried out, what it recomputes included.
@@ -155,33 +133,16 @@ class Forecast:
             otherwise.append(plan.otherwise if entry is None else entry.otherwise)
         return self._stepper.plan(actions, plan.replayed_modules, otherwise)
 
-    def with_leaves(self, leaves: Sequence[bool]) -> PlannedStep:
-        """Return the step in which *leaves* says of each slot whether it is offloaded."""
-        return PlannedStep(self.program, list(leaves), {}, self.times_ms)
-
-    def predict(
-        self,
-        step: PlannedStep | Sequence[bool],
-        *,
-        late: bool = False,
-        host: HostModel = FAR_AHEAD,
-    ) -> Prediction:
-        """Predict the step; *late*: with copies that are never early, for a peak on every link."""
+    def outcome(self, step: PlannedStep | Sequence[bool]) -> Outcome:
+        """Return what the step comes to; a sequence says of each slot whether it is offloaded."""
         if not isinstance(step, PlannedStep):
-            step = self.with_leaves(step)
-        found = predict(
-            step.program,
-            step.leaves,
+            step = PlannedStep(self.program, list(step), {}, self.times_ms)
+        return Outcome(
+            step,
+            self.link,
             window_bytes=self.window_bytes,
-            times_ms=None if late else step.times_ms,
-            link=None if late or self.is_blocking else self.link,
-            rebuilds=step.rebuilds,
-            host=host,
-        )
-        return (
-            found
-            if late or not self.is_blocking
-            else with_blocking_copies(found, self.link, step.program)
+            allocator=self.allocator,
+            is_blocking=self.is_blocking,
         )
 
     def plan(
@@ -191,19 +152,16 @@ class Forecast:
         limit_bytes: int | None = None,
     ) -> PredictedPlan:
         """Return a plan's row; *limit_bytes*: what may be reserved, if that is known."""
-        if not isinstance(step, PlannedStep):
-            step = self.with_leaves(step)
-        timed, late = self.predict(step), self.predict(step, late=True)
-        cause = peak_cause(step.program, late)
-        early = None if self.is_blocking else partial(self.predict, step, host=IN_STEP)
-        memory = StepMemory(step.program, late, early, self.allocator)
+        found = self.outcome(step)
+        timed, memory = found.timed, found.memory
+        cause = peak_cause(found.step.program, found.late)
         return PredictedPlan(
             name=name,
             step_ms=timed.step_ms,
             compute_ms=timed.compute_ms,
             stall_forward_ms=timed.stall_forward_ms,
             stall_backward_ms=timed.stall_backward_ms,
-            peak_bytes=late.peak_bytes,
+            peak_bytes=found.peak_bytes,
             peak_where=cause.place,
             peak_tensor=cause.tensor,
             next_peak_bytes=cause.next_peak_bytes,
@@ -218,7 +176,7 @@ class Forecast:
         profile = self.profile
         if not profile.is_measured:
             return []
-        found = self.predict(leaves)
+        found = self.outcome(leaves).timed
         num_layers = len(profile.layer_names)
         parts = (profile.layer_forward, profile.layer_backward)
         figures: list[tuple[str, str, float, float]] = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_MIN_BYTES
+from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.prediction import PredictionReport
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.paper.iqr import find_outliers
+from hf_pyao.plan.policies.budget import OffloadBudget
 from hf_pyao.plan.predict.forecast import Forecast
 from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.text import echo
@@ -36,13 +38,13 @@ def prediction_of(
     """
     profile = forecast.profile
     min_bytes, keep_last_layers = DEFAULT_MIN_BYTES, DEFAULT_KEEP_LAST_LAYERS
-    everything = forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
+    everything = forecast.leaving(OffloadAll(min_bytes), keep_last_layers)
     hidden_bytes = forecast.hidden_bytes()
     found: dict[str, PlannedStep | Sequence[bool]] = {
         "keep everything": [False] * len(everything),
         "policy all": everything,
-        f"policy budget, {hidden_bytes / 1e9:.3g} GB": forecast.within_budget(
-            hidden_bytes, min_bytes=min_bytes, keep_last_layers=keep_last_layers
+        f"policy budget, {hidden_bytes / 1e9:.3g} GB": forecast.leaving(
+            OffloadBudget(min_bytes, max_bytes=hidden_bytes), keep_last_layers
         ),
         **{name: forecast.carried_out(plan, min_bytes=min_bytes) for name, plan in plans.items()},
     }
@@ -89,7 +91,7 @@ def leaves_as_profiled(forecast: Forecast) -> list[bool]:
             "anew.",
             key="file-damaged",
         )
-    return forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
+    return forecast.leaving(OffloadAll(min_bytes), keep_last_layers)
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 from hf_pyao.errors import PyAOError
@@ -120,15 +121,24 @@ class Planner(Proposals):
             program = placed.of(program)
         elif disk is not None:
             program = with_blocks_on_disk(program, min(self.host_limit_bytes, disk.host_bytes))
-        return Planner(
-            program,
-            self._times_ms,
-            dataclasses.replace(self.conditions, speed_ratios=ratios),
-            host_limit_bytes=self.host_limit_bytes,
-            forced=self._forced,
-            coding=self._coding,
+        return self._like(
+            program=program,
+            conditions=dataclasses.replace(self.conditions, speed_ratios=ratios),
             stepper=self.stepper.streaming(program),
         )
+
+    def _like(self, **changes: Any) -> Planner:
+        """Return the planner for the same step with *changes*: arguments of :class:`Proposals`."""
+        own = {
+            "program": self.program,
+            "times_ms": self._times_ms,
+            "conditions": self.conditions,
+            "host_limit_bytes": self.host_limit_bytes,
+            "forced": self._forced,
+            "coding": self._coding,
+            "stepper": self.stepper,
+        }
+        return Planner(**{**own, **changes})
 
     def best(self, limit_bytes: float, *, for_slower: bool = True) -> Candidate:
         """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
@@ -157,15 +167,8 @@ class Planner(Proposals):
 
     def _lossless(self) -> Planner:
         if self._exact is None:
-            self._exact = Planner(
-                self.program,
-                self._times_ms,
-                self.conditions,
-                host_limit_bytes=self.host_limit_bytes,
-                forced=self._forced,
-                coding=None if self._coding is None else self._coding.without_loss(),
-                stepper=self.stepper,
-            )
+            coding = None if self._coding is None else self._coding.without_loss()
+            self._exact = self._like(coding=coding)
         return self._exact
 
     def _fastest(self, limit_bytes: float, for_slower: bool) -> Candidate:
@@ -334,18 +337,9 @@ class Planner(Proposals):
         None if none fits, over that link or over the given one.
         """
         if ratio not in self._elsewhere:
-            self._elsewhere[ratio] = Planner(
-                self.program,
-                self._times_ms,
-                dataclasses.replace(
-                    self.conditions,
-                    link=scaled(self.conditions.link, ratio),
-                    speed_ratios=MEASURED,
-                ),
-                host_limit_bytes=self.host_limit_bytes,
-                forced=self._forced,
-                coding=self._coding,
-                stepper=self.stepper,
+            link = scaled(self.conditions.link, ratio)
+            self._elsewhere[ratio] = self._like(
+                conditions=dataclasses.replace(self.conditions, link=link, speed_ratios=MEASURED)
             )
         there = self._elsewhere[ratio]
         best = there._best_planned(limit_bytes, ways) if ratio < AS_GIVEN else None

@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
-from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.allocator_replay import StepMemory
-from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
-from hf_pyao.plan.predict.predict import predict, predict_timed_and_late
-from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.optimal import InfeasibleError, solve
 from hf_pyao.plan.solve.placement import place
 from hf_pyao.plan.solve.plan_problem import PlanChoice, PlanProblem
-from hf_pyao.plan.solve.step_problem import Conditions, IsForced, chosen_slots, problem_of
+from hf_pyao.plan.solve.step_problem import (
+    Conditions,
+    IsForced,
+    chosen_slots,
+    outcome_of,
+    problem_of,
+)
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.prediction import Coded, Prediction
 from hf_pyao.plan.step.step_program import StepProgram
@@ -71,36 +73,41 @@ class Candidate:
     """Sub-modules whose matrix products may run again."""
     keep_last_layers: int
     window_bytes: int | None
-    step: PlannedStep
-    timed: Prediction
-    """With the link's speed."""
-    late: Prediction
-    """With copies that are never early: its peak holds on every link."""
-    early: Callable[[], Prediction] | None
-    """As in :class:`~hf_pyao.plan.predict.allocator_replay.StepMemory`."""
-    memory: StepMemory
-    """What the device's allocator reserves for it, and whether that fits."""
+    outcome: Outcome
+    """What it comes to."""
     problem: PlanProblem | None = None
     """What was solved, if anything was."""
     choice: PlanChoice | None = None
 
     @property
+    def step(self) -> PlannedStep:
+        """The step with the plan carried out in it."""
+        return self.outcome.step
+
+    @property
+    def timed(self) -> Prediction:
+        """As :attr:`Outcome.timed`."""
+        return self.outcome.timed
+
+    @property
+    def memory(self) -> StepMemory:
+        """What the device's allocator reserves for it, and whether that fits."""
+        return self.outcome.memory
+
+    @property
     def step_ms(self) -> float:
         """Predicted time."""
-        return self.timed.step_ms
+        return self.outcome.step_ms
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of what is allocated on the device."""
-        return self.late.peak_bytes
+        return self.outcome.peak_bytes
 
     @property
     def host_bytes(self) -> int:
         """Predicted peak on the host, with the masters of streamed weights."""
-        return self.late.host_peak_bytes + self.step.program.streamed.host_bytes
-
-
-_OUTCOME = ("step", "timed", "late", "early", "memory")
+        return self.outcome.host_bytes
 
 
 class Proposals:
@@ -141,10 +148,8 @@ class Proposals:
         """First tries of proposals that were far from fitting."""
         self._simple: dict[str, Candidate] = {}
         self._first_layers: dict[tuple[str, int], Candidate | None] = {}
-        self._alike: WeakValueDictionary[tuple[object, ...], Candidate] = WeakValueDictionary()
+        self._alike: WeakValueDictionary[tuple[object, ...], Outcome] = WeakValueDictionary()
         """By what they do: several searches come to plans that do the same."""
-        self._elsewhere_ms: dict[tuple[int, float], float] = {}
-        self._candidates_elsewhere: list[Candidate] = []
         self.num_solved = 0
 
     @property
@@ -343,12 +348,12 @@ class Proposals:
         # Without slots to rebuild, the rest says nothing.
         rebuilt = (frozenset(products), tuple(otherwise)) if RECOMPUTE in actions else ()
         key = (tuple(actions), codecs, rebuilt, conditions.window_bytes)
-        known = self._alike.get(key)
-        if known is None:
-            outcome = self._outcome(actions, products, otherwise, codecs, conditions)
-        else:
-            outcome = {name: getattr(known, name) for name in _OUTCOME}
-        found = Candidate(
+        outcome = self._alike.get(key)
+        if outcome is None:
+            coded = self._coded(actions, codecs)
+            step = self.stepper.plan(actions, products, otherwise, coded)
+            self._alike[key] = outcome = outcome_of(step, conditions)
+        return Candidate(
             name=name,
             actions=tuple(actions),
             otherwise=tuple(otherwise),
@@ -358,36 +363,8 @@ class Proposals:
             window_bytes=conditions.window_bytes,
             problem=problem,
             choice=choice,
-            **outcome,
+            outcome=outcome,
         )
-        self._alike[key] = found
-        return found
-
-    def _outcome(
-        self,
-        actions: Sequence[str],
-        products: Collection[str],
-        otherwise: Sequence[str],
-        codecs: Sequence[str | None],
-        conditions: Conditions,
-    ) -> dict[str, Any]:
-        """Return what a plan comes to, as fields of :class:`Candidate`."""
-        step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
-        given: Any = {
-            "window_bytes": conditions.window_bytes,
-            "times_ms": step.times_ms,
-            "link": None if conditions.is_blocking else conditions.link,
-            "rebuilds": step.rebuilds,
-            "gradient_bytes": conditions.gradient_bytes,
-            "coded": step.coded,
-        }
-        timed, late = predict_timed_and_late(step.program, step.leaves, **given)
-        predict_early = partial(predict, step.program, step.leaves, **given, host=IN_STEP)
-        if conditions.is_blocking:
-            timed = with_blocking_copies(timed, conditions.link, step.program)
-        early = None if conditions.is_blocking else predict_early
-        memory = StepMemory(step.program, late, early, conditions.allocator)
-        return dict(zip(_OUTCOME, (step, timed, late, early, memory), strict=True))
 
     def _coded(self, actions: Sequence[str], codecs: Sequence[str | None]) -> dict[int, Coded]:
         """Return the slots that are written smaller, by number."""
@@ -420,30 +397,8 @@ class Proposals:
         )
 
     def step_ms_at(self, candidate: Candidate, ratio: float) -> float:
-        """Return what a step takes under a candidate of this planner, over a link *ratio* times as
-        fast; see ``../predict/speed_range.py``."""
-        timed = candidate.timed
-        if ratio == AS_GIVEN or not (timed.offloaded_bytes or timed.uploaded_bytes):
-            return candidate.step_ms
-        key = (id(candidate), ratio)
-        if key not in self._elsewhere_ms:
-            self._candidates_elsewhere.append(candidate)  # so that no other gets its id
-            step, link = candidate.step, scaled(self.conditions.link, ratio)
-            is_blocking = self.conditions.is_blocking
-            found = predict(
-                step.program,
-                step.leaves,
-                window_bytes=candidate.window_bytes,
-                times_ms=step.times_ms,
-                link=None if is_blocking else link,
-                rebuilds=step.rebuilds,
-                gradient_bytes=self.conditions.gradient_bytes,
-                coded=step.coded,
-            )
-            if is_blocking:
-                found = with_blocking_copies(found, link, step.program)
-            self._elsewhere_ms[key] = found.step_ms
-        return self._elsewhere_ms[key]
+        """Return what a step takes under a candidate over a link *ratio* times as fast."""
+        return candidate.outcome.step_ms_at(ratio)
 
     def all_known(self) -> list[Candidate]:
         """Return all plans that were looked at."""

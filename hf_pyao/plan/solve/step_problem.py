@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.speeds import GIB, LinkModel
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predicted_uploads import uploads_of
 from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.solve.plan_problem import (
@@ -23,7 +24,7 @@ from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.plan.step.layer_graph import PARAMETER
 from hf_pyao.plan.step.layer_recipes import Making, RecipeSearch
-from hf_pyao.plan.step.planned_step import StepPlanner
+from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
 
 WaysOf = Callable[[SlotUse], tuple[Way, ...]]
@@ -63,6 +64,18 @@ class Conditions:
     speed_ratios: tuple[float, ...] = PRESET
     """By which factors the link may be faster than said, for compute as said: a plan is chosen
     for its worst case over them, see ``../predict/speed_range.py``."""
+
+
+def outcome_of(step: PlannedStep, conditions: Conditions) -> Outcome:
+    """Return what *step* comes to under *conditions*."""
+    return Outcome(
+        step,
+        conditions.link,
+        window_bytes=conditions.window_bytes,
+        allocator=conditions.allocator,
+        gradient_bytes=conditions.gradient_bytes,
+        is_blocking=conditions.is_blocking,
+    )
 
 
 def problem_of(

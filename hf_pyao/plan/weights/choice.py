@@ -79,6 +79,19 @@ class StreamingChoice:
         """Blocks that can be streamed."""
         return sum(nbytes > 0 for nbytes in self._sizes)
 
+    def checked(self) -> StreamingChoice:
+        """Return this, where it can do what it is asked for.
+
+        Raises:
+            ConfigError: weights are to be streamed, and no layer has frozen ones.
+        """
+        if self._stream_weights != OFF and not self.num_blocks:
+            raise ConfigError(
+                "no layer has frozen weights, so that none can be streamed.",
+                key="nothing-to-stream",
+            )
+        return self
+
     @property
     def num_given(self) -> int | None:
         """Blocks that are streamed as it was given; None where that is to be chosen."""
@@ -292,24 +305,3 @@ def _may_be_better(number: int, least_ms: float, found: Mapping[int, float]) -> 
     if number < _fewest_of_the_fastest(found):
         return least_ms <= best_ms * TIE
     return least_ms * TIE < best_ms
-
-
-def choose_streaming(
-    resident: LeverChoice, stream_weights: int | str, limit_bytes: float
-) -> ChosenStreaming:
-    """Return the plan with streamed weights.
-
-    Args:
-        resident: chooses for the step with all weights on the device.
-        stream_weights: ``"auto"``, or how many blocks stay.
-        limit_bytes: what the device may hold.
-
-    Raises:
-        ConfigError: no layer has frozen weights.
-    """
-    choice = StreamingChoice(resident, stream_weights)
-    if not choice.num_blocks:
-        raise ConfigError(
-            "no layer has frozen weights, so that none can be streamed.", key="nothing-to-stream"
-        )
-    return choice.best(limit_bytes)

@@ -30,17 +30,12 @@ from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
-from hf_pyao.plan.micro_batch.sized_steps import (
-    SizedPlan,
-    best_plan,
-    fixed_plan,
-    gradients_held,
-)
-from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.predict.peak_cause import PeakCause, peak_cause
-from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.steps import gradients_held
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.advise.script_watch import SeenTraining
 
@@ -174,7 +169,7 @@ class Adviser:
         self._hardware = hardware
         self._is_elsewhere = is_elsewhere
         self._programs: dict[Levers, StepProgram] = {}
-        self._choices: dict[Levers, LeverChoice] = {}
+        self._predictors: dict[tuple[str, Levers], Predictor] = {}
         self.state_bytes = state_bytes_of(found)
         offloader = offloader_of(found.model)
         if offloader is not None:
@@ -241,30 +236,21 @@ class Adviser:
         return self._programs[levers]
 
     def _plan(self, config: PyAOConfig, limit_bytes: int) -> SizedPlan:
-        levers = Levers.of(config)
-        program = or_refuse(lambda: self.program(levers))
-        device, link = self._hardware.device, self._hardware.link
-        request = PlanRequest.of_config(config, allocator=AllocatorSettings())
+        key = str(config.policy), Levers.of(config)
+        if key not in self._predictors:
+            hardware = self._hardware
+            self._predictors[key] = Predictor(
+                lambda _, each: or_refuse(lambda: self.program(each)),
+                Card.of(hardware.device, hardware.link),
+                PlanRequest.of_config(config, allocator=AllocatorSettings()),
+            )
+        predictor = self._predictors[key]
         if config.policy == "auto":
-            if levers not in self._choices:
-                times_ms = operation_times_ms(program, device)
-                self._choices[levers] = request.choice(
-                    request.planner_of(program, times_ms, link, {}, speed_ratios=MEASURED),
-                    lambda other: or_refuse(lambda: self.program(other)),
-                    device=device,
-                )
             cap_gib = config.device_memory_gib
             most_bytes = limit_bytes if cap_gib is None else min(limit_bytes, int(cap_gib * GIB))
-            return best_plan(self._choices[levers], most_bytes)
-        kept = levers.kept_layers(program.num_layers, request.keep_last_layers)
-        leaves = [
-            config.policy == "all"
-            and slot.nbytes >= request.min_bytes
-            and slot.layer < program.num_layers - kept
-            for slot in program.slots
-        ]
-        name = f"policy {config.policy}"
-        return fixed_plan(program, device, request.conditions(link), leaves, name, limit_bytes)
+            return predictor.best(1, most_bytes)
+        outcome = predictor.at(1, make_policy(config))
+        return sized_plan(outcome, f"policy {config.policy}", limit_bytes)
 
 
 def rounded_up(nbytes: float) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.text import describe_error, echo, one_line, say
+from hf_pyao.tools.packages import need_torch
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -38,51 +39,16 @@ examples
 """
 
 
-def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add(
-        *("--gpu", "--device"),
-        dest="gpu",
-        metavar="NAME",
-        help="the card that is advised on, as for pyao estimate (default: the one that the script "
-        "runs on)",
-    )
-    add("--device-memory", metavar="SIZE", help="memory of the card, as 16GiB (default: its own)")
-    add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
-    add(
-        "--steps",
-        type=int,
-        default=2,
-        metavar="N",
-        help="micro-batches that the script trains before it is ended; the largest one counts "
-        "(default: 2)",
-    )
-    add(
-        "--unprotected",
-        action="store_true",
-        help="do not have the kernel forbid the script to write: Python's own writes still go to a "
-        "temporary folder, those of compiled code and other processes do not",
-    )
-    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    add("script", metavar="SCRIPT", help="the training script")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
-
-
 def run_from_arguments(args: argparse.Namespace) -> int:
     """Run the command; return 1 if the script failed.
 
     Raises:
         PyAOError: an option is bad, or the script has no step that can be predicted.
     """
+    need_torch()
     from hf_pyao.tools.advise.redirected_writes import redirected_writes
     from hf_pyao.tools.advise.script_watch import watched
 
-    if args.steps < 1:
-        raise ConfigError(f"--steps is {args.steps}; expected 1 or more.", key="setting-value")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "pyao advise looks at one process: run it without torchrun or accelerate launch. For "

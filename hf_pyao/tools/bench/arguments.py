@@ -14,10 +14,11 @@ from hf_pyao.text import one_line, say
 from hf_pyao.tools.bench.board import board_methods, run_board
 from hf_pyao.tools.bench.harness import run_bench, smoke
 from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
-from hf_pyao.tools.bench.setup import DTYPES, GRADIENT_MODES, MAX_MICRO_BATCH, BenchSetup, Trial
+from hf_pyao.tools.bench.setup import MAX_MICRO_BATCH, BenchSetup, Trial
 from hf_pyao.tools.estimate.common_arguments import tell
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.tools.estimate.model_specs import parse_model
+from hf_pyao.tools.option_table import flag_of
 
 SMOKE_MODEL = (
     "llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
@@ -34,16 +35,6 @@ INTERRUPTED = 130
 MAX_TIMEOUT_S = 1e6
 """Eleven days; the system's clocks for waiting end at 24."""
 
-_LEAST = {
-    "rounds": 1,
-    "micro_batch": 1,
-    "sequence_length": 2,
-    "warmup": 0,
-    "steps": 1,
-    "ballast_gib": 0,
-}
-"""Option -> the least that it may be."""
-
 _SHAPE = {
     "sequence_length": "sequence_length",
     "dtype": "dtype",
@@ -59,67 +50,6 @@ of its own. One step is a forward and its backward; each is timed on a drained d
 gradients are compared bit for bit with those of 'none'. Results go to one JSON file, which
 `pyao report` turns into tables and plots. A method that cannot run says why in its row.
 """
-
-
-def add_bench_arguments(parser: argparse.ArgumentParser, program: str = "pyao bench") -> None:
-    """Add the harness's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = _epilog(program)
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--model", metavar="MODEL", help="see below")
-    what.add_argument("--micro-batch", type=int, help=f"sequences (default: {DEFAULT_MICRO_BATCH})")
-    what.add_argument(
-        "--find-largest",
-        action="store_true",
-        help="find each method's largest micro-batch instead, and measure there; see "
-        "--memory-cap-gib",
-    )
-    what.add_argument("--sequence-length", type=int, help="tokens (default: 512)")
-    what.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16)")
-    what.add_argument("--autocast", choices=DTYPES, help="run the forward under autocast")
-    what.add_argument("--attention", help="sdpa, eager, ... (default: transformers chooses)")
-    what.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="see below (default: all in the list)"
-    )
-    what.add_argument(
-        "--board",
-        action="store_true",
-        help="measure every method in several rounds of shuffled order, compare the values of "
-        "gradients, and count the memory of a step, on a CPU too",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--rounds", type=int, metavar="N", help=f"of the board (default: {DEFAULT_ROUNDS})"
-    )
-    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    how.add_argument("--steps", type=int, help="timed steps (default: 10)")
-    how.add_argument("--warmup", type=int, help="steps before them (default: 3)")
-    how.add_argument("--seed", type=int, default=0, help="of weights, data, dropout (default: 0)")
-    how.add_argument(
-        "--gradients",
-        choices=GRADIENT_MODES,
-        default="keep",
-        help="keep them until the step ends, or release each as it is complete (default: keep)",
-    )
-    how.add_argument(
-        "--memory-cap-gib", type=float, help="most device memory, in GiB of 2**30 bytes"
-    )
-    how.add_argument(
-        "--ballast-gib",
-        type=float,
-        default=0.0,
-        help="device memory set aside, as for a gradient bucket (default: 0)",
-    )
-    how.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds for a row (default: 600)"
-    )
-    how.add_argument("--output", type=Path, metavar="FILE.json", help="default: named by model")
-    how.add_argument(
-        "--smoke",
-        action="store_true",
-        help="tiny model, short steps and few methods: a trial of the program",
-    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -172,7 +102,7 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
     if args.smoke and (shape or args.micro_batch is not None):
         given = ["micro_batch"] if args.micro_batch is not None else []
         given += [_SHAPE[field] for field in shape]
-        flags = ", ".join(_flag(name) for name in given)
+        flags = ", ".join(flag_of(name) for name in given)
         raise ConfigError(
             f"--smoke has shapes and steps of its own, and {flags} would change nothing. Drop "
             f"{flags}, or --smoke.",
@@ -237,12 +167,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: one is.
     """
-    for name, least in _LEAST.items():
-        value = getattr(args, name)
-        if value is not None and not value >= least:
-            raise ConfigError(
-                f"{_flag(name)} is {value}; expected {least} or more.", key="setting-value"
-            )
     if not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
@@ -256,17 +180,14 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _default_output(setup: BenchSetup, kind: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     return Path("outputs") / kind / f"{name}-{setup.dtype}-{stamp}.json"
 
 
-def _epilog(program: str) -> str:
+def epilog(program: str = "pyao bench") -> str:
+    """Return what stands below the options of *program*."""
     methods = "\n".join(f"  {name:<22} {m.label}" for name, m in known_methods().items())
     by_name = "\n".join(
         f"  {architecture}:SIZE{'':<{8 - len(architecture)}} {', '.join(table)}"

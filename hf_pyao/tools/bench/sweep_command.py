@@ -13,10 +13,12 @@ from typing import Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.text import echo, one_line, say
-from hf_pyao.tools.bench.setup import DTYPES, BenchSetup
+from hf_pyao.tools.bench.setup import BenchSetup
 from hf_pyao.tools.estimate.common_arguments import tell
-from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, levers_of
+from hf_pyao.tools.estimate.lever_arguments import levers_of
 from hf_pyao.tools.estimate.model_specs import parse_model
+from hf_pyao.tools.option_table import flag_of
+from hf_pyao.tools.packages import need_torch
 
 DESCRIPTION = """\
 Sweep over budgets of offloading (policy 'budget': the first k tensors, or bytes, that each forward
@@ -56,90 +58,6 @@ MAX_TIMEOUT_S = 1e6
 
 _ONLY_MEASURED = ("seeds", "seed", "steps", "warmup", "timeout", "order_seed", "attention")
 _ONLY_PREDICTED = ("device_memory", "link", "tflop_per_s", "engine", "optimizer")
-_LEAST = {
-    **{"seeds": 1, "steps": 1, "warmup": 0, "micro_batch": 1, "sequence_length": 2},
-    **{"keep_last_layers": 0, "seed": 0, "order_seed": 0},
-}
-"""Option -> the least that it may be."""
-
-
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    what = parser.add_argument_group("what is swept")
-    what.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="opt:1.3b, ARCH:key=value,..., a folder or a name on the hub, as for `pyao bench`",
-    )
-    what.add_argument("--budgets", metavar="LIST", help="see below (default: 0,1,2,4,8,16,32)")
-    what.add_argument("--micro-batch", type=int, metavar="N", help="samples (default: 4)")
-    what.add_argument("--sequence-length", type=int, default=512, help="tokens (default: 512)")
-    what.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)"
-    )
-    what.add_argument(
-        "--checkpointing", action="store_true", help="checkpoint the layers, and offload the rest"
-    )
-    what.add_argument("--min-bytes", metavar="SIZE", help="least size of what leaves")
-    what.add_argument(
-        "--keep-last-layers", type=int, metavar="N", help="last layers that are kept (default: 1)"
-    )
-    what.add_argument(
-        "--window",
-        metavar="SIZE",
-        help="bytes in flight, or 'layer': with a window, a budget that is smaller frees nothing "
-        "while the host runs ahead (default: 256MiB)",
-    )
-    add_lever_arguments(parser.add_argument_group("what changes the step itself"))
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--device",
-        metavar="NAME",
-        help="auto, cpu, cuda, ...; with --predict a card, as for `pyao estimate` (default: auto, "
-        f"or {DEFAULT_CARD})",
-    )
-    how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
-    how.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="default: named by model, if measured"
-    )
-    measured = parser.add_argument_group("how it is measured")
-    measured.add_argument("--seeds", type=int, metavar="N", help="seeds (default: 5)")
-    measured.add_argument("--seed", type=int, help="the first of them (default: 0)")
-    measured.add_argument("--steps", type=int, metavar="N", help="timed steps (default: 10)")
-    measured.add_argument("--warmup", type=int, metavar="N", help="steps before (default: 3)")
-    measured.add_argument(
-        "--order-seed", type=int, metavar="N", help="shuffles the order of budgets (default: 0)"
-    )
-    measured.add_argument("--attention", help="sdpa, eager, ... (default: transformers chooses)")
-    measured.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds for a point (default: 600)"
-    )
-    _add_predicted(parser.add_argument_group("how it is predicted"))
-
-
-def _add_predicted(group: Any) -> None:
-    from hf_pyao.tools.estimate.common_arguments import ENGINES, OPTIMIZER_BYTES
-
-    group.add_argument("--predict", action="store_true", help="predict, and run no model")
-    group.add_argument("--device-memory", metavar="SIZE", help="memory of the card, if another")
-    group.add_argument("--link", metavar="SPEED", help="such as 25GiB/s, each way, if another")
-    group.add_argument(
-        "--tflop-per-s",
-        type=float,
-        metavar="X",
-        help="1e12 operations that matrix products reach in a second, if another than the card's "
-        "for 16 bits; float32 needs it",
-    )
-    group.add_argument("--engine", choices=ENGINES, help="as for `pyao estimate` (default: plain)")
-    group.add_argument(
-        "--optimizer",
-        choices=OPTIMIZER_BYTES,
-        help="whose states are on the device, as for `pyao estimate` (default: adamw)",
-    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -148,6 +66,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model or device cannot be had.
     """
+    need_torch()
     from hf_pyao.plan.paper.sweep import DEFAULT_BUDGETS, parse_budgets
 
     _check(args)
@@ -250,24 +169,18 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     found = levers_of(args).given()
     for name in ("min_bytes", "window"):
         if (given := getattr(args, name)) is not None:
-            found[name] = SETTINGS[name].kind.check(_flag(name), given)
+            found[name] = SETTINGS[name].kind.check(flag_of(name), given)
     if args.keep_last_layers is not None:
         found["keep_last_layers"] = args.keep_last_layers
     return found
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range, and options that would change nothing.
+    """Refuse options that would change nothing, and numbers out of range.
 
     Raises:
         ConfigError: there is one.
     """
-    for name, least in _LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ConfigError(
-                f"{_flag(name)} is {value}; expected {least} or more.", key="setting-value"
-            )
     if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
@@ -275,7 +188,7 @@ def _check(args: argparse.Namespace) -> None:
             key="setting-value",
         )
     useless = _ONLY_MEASURED if args.predict else _ONLY_PREDICTED
-    given = [_flag(name) for name in useless if getattr(args, name) is not None]
+    given = [flag_of(name) for name in useless if getattr(args, name) is not None]
     if given and args.predict:
         raise ConfigError(
             f"{', '.join(given)} would change nothing with --predict, which runs no model. Drop "
@@ -331,10 +244,6 @@ def _check_is_no_card(device: str | None) -> None:
         f"--predict to use the speeds of {card.name}, or give auto, cpu, cuda, ...",
         key="setting-without-effect",
     )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _or(value: Any, default: Any) -> Any:

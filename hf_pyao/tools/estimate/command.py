@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
@@ -14,12 +13,8 @@ from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.plan.weights.base_names import described
-from hf_pyao.tools.answers import add_cache_argument, answered
+from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.common_arguments import (
-    add_card_arguments,
-    add_output_arguments,
-    add_training_arguments,
-    check_least,
     hardware_of,
     tell,
     training_fields,
@@ -41,63 +36,6 @@ measured; the output lists what is assumed.
 
 DEFAULT_LENGTH = 512
 """Tokens of a sample."""
-
-
-def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = _epilog()
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, metavar="MODEL", help="see below")
-    what.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help=f"tokens of a sample (default: {DEFAULT_LENGTH}; not with --find sequence)",
-    )
-    what.add_argument(
-        "--micro-batch",
-        type=int,
-        metavar="N",
-        help="times and peaks for this many samples (default: for the most that fit); with --find "
-        "sequence or model-size: samples of a micro-batch (default: 1)",
-    )
-    add_training_arguments(what)
-    add_card_arguments(parser)
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--zeroth-order",
-        nargs="*",
-        metavar="SETTING=VALUE",
-        help="the device memory of fine-tuning by two forwards a step, with all layers on the "
-        "host; of momentum, stream_embeddings, head_loss and transfer_dtype, those that are given",
-    )
-    how.add_argument(
-        "--no-longest-sequence",
-        action="store_true",
-        help="do not look for the longest sequence, which takes half of the time",
-    )
-    how.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes that work at it, 3 at most (default: 2, where there are two cores)",
-    )
-    add_cache_argument(how)
-    add_output_arguments(how)
-    how.add_argument(
-        "--step",
-        type=Path,
-        metavar="FILE.json",
-        help="write one step over time here: memory, compute, copies; `pyao report` draws it",
-    )
-    how.add_argument(
-        "--step-method",
-        metavar="WAY",
-        help="which way --step shows, such as 'policy all' (default: the one that the verdict "
-        "names)",
-    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -141,7 +79,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse what cannot be, before anything is estimated."""
-    check_least(args, sequence_length=2, micro_batch=1, lora=1, processes=1)
     if args.step is not None:
         from hf_pyao.plan.documents.run import check_report_path
         from hf_pyao.tools.estimate.one_step import check_method
@@ -250,7 +187,8 @@ def estimate_report(
     )
 
 
-def _epilog() -> str:
+def epilog() -> str:
+    """Return what stands below the options."""
     sizes = _aligned([(f"{name}:SIZE", ", ".join(table)) for name, table in MODEL_SIZES.items()])
     cards = _aligned(
         [

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hf_pyao.config import (
@@ -19,49 +18,43 @@ from hf_pyao.config import (
     DEFAULT_WINDOW_BYTES,
     PyAOConfig,
 )
-from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
+from hf_pyao.engine.runtime.policy import OffloadAll, OffloadNothing, Policy
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
-from hf_pyao.plan.options.chosen_levers import LeverRoom
-from hf_pyao.plan.options.lever_choice import LeverChoice
+from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
+from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
-from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.policies.budget import OffloadBudget, hidden_bytes, leaving
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
-from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.sized_memory import USUAL_SHARE, NeededAt, PlanMemory, SizedMemory
-from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.solve.planner import Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predictor.choice import LENGTH_STEP, LONGEST
+from hf_pyao.plan.predictor.largest import largest_fitting, largest_on_a_line
+from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
+from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
-from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
-from hf_pyao.plan.step.step_program import FORWARD, StepProgram
+from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.plan.weights.base_names import BASES
-from hf_pyao.plan.weights.choice import StreamingChoice
 from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.plan.weights.weight_plan import WeightPlan
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
-from hf_pyao.tools.estimate.ways import Family, PredictedWay, Way
+from hf_pyao.tools.estimate.ways import Family, Way
 from hf_pyao.tools.simulation.kept_models import KeptModels
 
-LONGEST = 2**24
-"""Where the search for the longest sequence ends."""
-
-LENGTH_STEP = 64
-"""Sequence lengths are looked for in multiples of this."""
+FREE = LeverRoom(segments=True, nested=True, attention=True, groups=True)
+"""Levers that a plan may choose."""
 
 SLACK = 1 / 128
 """Share of a size within which larger ones are not looked for, where each is recorded; and which a
@@ -115,11 +108,8 @@ class Estimator:
         self._programs: dict[tuple[Family, int, int], StepProgram] = {}
         """Recorded or computed."""
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
-        self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], PlanMemory] = {}
+        self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], Outcome] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
-        self._outgrown: dict[tuple[Way, Family], dict[str, list[tuple[int, int]]]] = {}
-        """Micro-batches and lengths at which a plan without a solver does not fit any more, and
-        takes more than another."""
         self._shares: dict[AllocatorSettings, float] = {}
         """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
@@ -155,17 +145,18 @@ class Estimator:
             expandable = replace(self.allocator, expandable_segments=True)
             growing = self.largest_micro_batch(way, head_loss, expandable, at_least=largest)
         shown = micro_batch or max(largest, 1)
-        predicted = self.predicted(way, head_loss, shown)
-        prediction, late = predicted.timed, predicted.late
+        predicted, weights = self.predicted(way, head_loss, shown)
+        prediction = predicted.timed
         tokens = largest * length
         longest = self.longest_sequence(way, head_loss, likely=tokens) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
-        stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
-        hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
-        cause = peak_cause(predicted.program, late)
+        hidden = None
+        if prediction.offloaded_bytes:
+            hidden = max(0.0, 1 - predicted.stall_ms / transfer_ms)
+        cause = peak_cause(predicted.program, predicted.late)
         inside = largest_workspace(predicted.program)
         later_bytes = self._training.optimizer_step_bytes(predicted.program)
-        streamed = self._streamed(way, head_loss, shown, predicted.weights)
+        streamed = self._streamed(way, head_loss, shown, weights)
         return EstimateRow(
             method=way.name_with(head_loss),
             largest_micro_batch=largest,
@@ -174,7 +165,7 @@ class Estimator:
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
             micro_batch=shown,
             fits=predicted.memory.fits(self.limit_bytes) and later_bytes <= self.limit_bytes,
-            peak_bytes=late.peak_bytes,
+            peak_bytes=predicted.peak_bytes,
             reserved_bytes=predicted.memory.reserved_within(self.limit_bytes),
             peak_phase=cause.phase,
             peak_where=cause.where,
@@ -191,7 +182,7 @@ class Estimator:
             host_bytes=prediction.host_peak_bytes,
             offloaded_bytes=prediction.offloaded_bytes,
             hidden=hidden,
-            recomputed_modules=list(predicted.flagged),
+            recomputed_modules=list(self.flagged()) if way.policy == "pyao" else [],
             **streamed,
         )
 
@@ -315,58 +306,39 @@ class Estimator:
         """Return the memory of a way to train at a size."""
         key = (way, family, micro_batch, length)
         if key not in self._memories:
-            program = self.program(family, micro_batch, length)
-            if way.streams:  # all that can be
-                program = with_streamed_blocks(program, range(program.num_layers))
-                if self.hardware.link.disk is not None:
-                    program = with_blocks_on_disk(program, self.hardware.host_limit_bytes)
-            later_bytes = self._training.optimizer_step_bytes(program)
-            if way.is_auto:  # what fits: without solving anything
-                plans = self._simple_plans((way, family), program, micro_batch, length)
-                found = [PlanMemory(each.step.program, each.late, each.early) for each in plans]
-            else:
-                found = [self._memory_of(way, family, micro_batch, length)]
+            found = self._outcomes(way, family, micro_batch, length)
+            later_bytes = self._training.optimizer_step_bytes(found[0].program)
             self._memories[key] = SizedMemory(found, later_bytes)
         return self._memories[key]
 
-    def _simple_plans(
-        self, key: tuple[Way, Family], program: StepProgram, micro_batch: int, length: int
-    ) -> list[Candidate]:
-        """Return the plans without a solver that may fit: all but those that smaller sizes have
-        outgrown."""
-        outgrown = self._outgrown.setdefault(key, {})
-        planner = self._planner(program, NO_LEVERS)
-        names = [
-            name
-            for name in planner.simple_names
-            if not any(
-                samples <= micro_batch and tokens <= length
-                for samples, tokens in outgrown.get(name, ())
-            )
-        ]
-        plans = planner.simple(names)
-        least = min(plans.values(), key=lambda each: each.peak_bytes)
-        for name, plan in plans.items():
-            if plan is not least and plan.peak_bytes > self.limit_bytes:
-                outgrown.setdefault(name, []).append((micro_batch, length))
-        return list(plans.values())
-
-    def _memory_of(self, way: Way, family: Family, micro_batch: int, length: int) -> PlanMemory:
-        """Return the memory of *way*; ways that offload the same share it."""
+    def _outcomes(
+        self, way: Way, family: Family, micro_batch: int, length: int
+    ) -> Sequence[Outcome]:
+        """Return what a way comes to; one that plans: what fits, without solving anything."""
         program = self.program(family, micro_batch, length)
-        leaves = tuple(
-            each and slot.stays is None
-            for each, slot in zip(self.leaves(way, program), program.slots, strict=True)
-        )
-        key = (family, micro_batch, length, leaves)
+        if way.policy != "auto":
+            return [self._outcome(way, family, micro_batch, length)]
+        if way.streams:  # all that can be
+            program = with_streamed_blocks(program, range(program.num_layers))
+            if self.hardware.link.disk is not None:
+                program = with_blocks_on_disk(program, self.hardware.host_limit_bytes)
+        family = dataclasses.replace(family, levers=NO_LEVERS)
+        planner = self._predictor(family, lambda *_: program).planner(micro_batch, NO_LEVERS)
+        return [each.outcome for each in planner.simple().values()]
+
+    def _outcome(self, way: Way, family: Family, micro_batch: int, length: int) -> Outcome:
+        """Return what *way* comes to; ways that offload the same share it."""
+        program = self.program(family, micro_batch, length)
+        key = (family, micro_batch, length, tuple(self.leaves(way, program)))
         if key not in self._shared:
-            late = predict(program, leaves, window_bytes=self.window_bytes)
-            early = partial(self._timing, program, leaves, host=IN_STEP)
-            self._shared[key] = PlanMemory(program, late, early)
+            predictor = self._predictor(family, lambda *_: program)
+            self._shared[key] = predictor.at(micro_batch, self._policy(way, program))
         return self._shared[key]
 
-    def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
-        """Predict one step.
+    def predicted(
+        self, way: Way, head_loss: str, micro_batch: int
+    ) -> tuple[Outcome, WeightPlan | None]:
+        """Predict one step; return what is streamed too, None where nothing was to be.
 
         Args:
             way: how it is trained.
@@ -376,27 +348,22 @@ class Estimator:
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
-        family = self._family(way, head_loss)
-        program = self.program(family, micro_batch, self.sequence_length)
-        if way.is_auto:
-            choice, weights = self._choice(program, family, micro_batch), None
-            if way.streams:
-                # Levers as they are: each number of blocks has plans of its own to look at.
-                choice = LeverChoice(choice.levers, choice.configured, choice.planner_for)
-                streaming = StreamingChoice(choice).best(self.limit_bytes)
-                chosen, weights = streaming.levers.candidate, streaming.weights
-            else:
-                chosen = choice.best(self.limit_bytes).candidate
-            return PredictedWay(
-                chosen.step.program, chosen.timed, chosen.late, chosen.memory, (), weights
-            )
-        timed = self._timing(program, self.leaves(way, program))
-        found = self._memory_of(way, family, micro_batch, self.sequence_length)
-        flagged = self.flagged() if way.is_pyao else ()
-        return PredictedWay(program, timed, found.late, found.under(self.allocator), flagged)
+        family, length = self._family(way, head_loss), self.sequence_length
+        if way.policy != "auto":
+            return self._outcome(way, family, micro_batch, length), None
+
+        def step_at(size: int, levers: Levers) -> StepProgram:
+            if levers == family.levers:
+                return self.program(family, size, length)
+            other = dataclasses.replace(family, levers=levers, is_other=True)
+            return self._record(other, size, length)
+
+        predictor = self._predictor(family, step_at, streams=way.streams)
+        found = predictor.choice(micro_batch).best(self.limit_bytes)
+        return found.levers.candidate.outcome, found.weights if way.streams else None
 
     def _family(self, way: Way, head_loss: str) -> Family:
-        follows_rule = way.is_pyao and bool(self.rule_plan().slots)
+        follows_rule = way.policy == "pyao" and bool(self.rule_plan().slots)
         return Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
@@ -544,66 +511,35 @@ class Estimator:
 
     # ---- plans ---------------------------------------------------------------------------------
 
-    def _choice(self, program: StepProgram, family: Family, micro_batch: int) -> LeverChoice:
-        """Return what finds the fastest plan, of all settings of the levers that are free."""
+    def _predictor(self, family: Family, step_at: StepAt, *, streams: bool = False) -> Predictor:
+        """Return the predictor of one family of steps.
 
-        def planner_with(levers: Levers) -> Planner:
-            other = dataclasses.replace(family, levers=levers, is_other=True)
-            step = or_refuse(lambda: self._record(other, micro_batch, self.sequence_length))
-            return self._planner(step, levers)
-
-        configured = self._planner(program, family.levers)
-        room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
-        return LeverChoice(family.levers, configured, planner_with, room)
-
-    def _planner(self, program: StepProgram, levers: Levers) -> Planner:
-        conditions = Conditions(
-            link=self.hardware.link,
-            window_bytes=self.window_bytes,
-            min_bytes=DEFAULT_MIN_BYTES,
-            keep_last_layers=levers.kept_layers(program.num_layers, DEFAULT_KEEP_LAST_LAYERS),
-            allocator=self.allocator,
-            # `auto` plans after it has measured: these are the speeds that it finds.
-            speed_ratios=MEASURED,
-        )
-        times_ms = operation_times_ms(program, self.hardware.device)
-        return Planner(
-            program, times_ms, conditions, host_limit_bytes=self.hardware.host_limit_bytes
-        )
-
-    @property
-    def _timing(self) -> Callable[..., Prediction]:
-        """Predicts a step on the card and its link, from the program and what leaves.
-
-        It does not hold the estimator: memories keep it, and would then only go with it once the
-        garbage collector comes.
+        Of levers, those are free that change no sums; with streamed weights none, since each number
+        of blocks has plans of its own to look at.
         """
-        return partial(
-            predict,
+        binds = PlanRequest(
+            min_bytes=DEFAULT_MIN_BYTES,
             window_bytes=self.window_bytes,
-            device=self.hardware.device,
-            link=self.hardware.link,
+            keep_last_layers=DEFAULT_KEEP_LAST_LAYERS,
+            may_shrink_window=True,
+            may_keep_fewer=True,
+            levers=family.levers,
+            room=FIXED if streams else FREE,
+            host_limit_bytes=self.hardware.host_limit_bytes,
+            allocator=self.allocator,
+            stream_weights="auto" if streams else "off",
         )
+        return Predictor(step_at, Card.of(self.hardware.device, self.hardware.link), binds)
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""
-        first_kept = program.num_layers - DEFAULT_KEEP_LAST_LAYERS
-        least = DEFAULT_MIN_BYTES
-        found = [
-            way.offloads and slot.nbytes >= least and slot.layer < first_kept
-            for slot in program.slots
-        ]
-        if not way.is_budget:
-            return found
-        budget = OffloadBudget(least, max_bytes=self.hidden_bytes(program))
-        return leaving(program, budget, DEFAULT_KEEP_LAST_LAYERS)
+        return leaving(program, self._policy(way, program), DEFAULT_KEEP_LAST_LAYERS)
 
-    def hidden_bytes(self, program: StepProgram) -> int:
-        """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""
-        times_ms = operation_times_ms(program, self.hardware.device)
-        forward_ms = sum(
-            sum(times_ms[segment.start : segment.end])
-            for segment in program.segments
-            if segment.phase == FORWARD
-        )
-        return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
+    def _policy(self, way: Way, program: StepProgram) -> Policy:
+        if way.policy == "off":
+            return OffloadNothing()
+        if way.policy == "budget":
+            times_ms = operation_times_ms(program, self.hardware.device)
+            max_bytes = hidden_bytes(program, times_ms, self.hardware.link)
+            return OffloadBudget(DEFAULT_MIN_BYTES, max_bytes=max_bytes)
+        return OffloadAll(DEFAULT_MIN_BYTES)

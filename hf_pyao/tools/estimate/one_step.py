@@ -52,7 +52,7 @@ def step_of(
     way = next(way for way in (*ALL_WAYS, STREAMED, LONG_CONTEXT) if way.name == name)
     estimator = Estimator(config, hardware, **options)
     head_loss = "off" if row.method == name else "chunked"
-    predicted = estimator.predicted(way, head_loss, row.micro_batch)
+    predicted, _ = estimator.predicted(way, head_loss, row.micro_batch)
     model = report.setup["model"]["name"]
     return predicted_step(
         predicted.program,
@@ -62,7 +62,7 @@ def step_of(
         device=hardware.name,
         provenance=report.provenance,
         limit_bytes=estimator.limit_bytes,
-        late_peak_bytes=predicted.late.peak_bytes,
+        late_peak_bytes=predicted.peak_bytes,
         setup={**report.setup, "method": row.method, "micro_batch": row.micro_batch},
     )
 

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.levers import Levers, or_refuse
+from hf_pyao.levers import Levers
 from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.settings.removed import removed
 from hf_pyao.text import echo, say
-from hf_pyao.tools.answers import add_cache_argument, answered
+from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.common_arguments import (
-    add_allocator_argument,
-    add_disk_argument,
-    add_training_arguments,
-    check_least,
-    given_training,
+    refuse_without_effect,
     tell,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
-    add_lever_arguments,
-    add_streaming_argument,
-    ends_on_host_of,
+    binds_of,
     given_levers,
     lever_config_of,
     levers_of,
     resident_blocks_of,
 )
-from hf_pyao.tools.estimate.tried_plans import prediction_report
+from hf_pyao.tools.option_table import given_of
 from hf_pyao.tools.packages import need_torch
+from hf_pyao.tools.progress import Progress
 
 if TYPE_CHECKING:
     from hf_pyao.plan.documents.plan import Plan
@@ -67,67 +58,8 @@ examples
 
 NUM_FRONT_POINTS = 9
 
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("source", nargs="?", metavar="PROFILE.json|MODEL", help="what is planned for")
-    add(
-        "--device-memory",
-        metavar="SIZE",
-        help="what may be reserved for tensors, as 11GiB (default: the device's memory less the "
-        "CUDA context)",
-    )
-    add_allocator_argument(parser)
-    add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
-    add(
-        *("--device", "--gpu"),
-        metavar="NAME",
-        help="a card, as for pyao estimate (default: of a model "
-        "rtx4070, of a profile the one that was profiled)",
-    )
-    add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
-    add_disk_argument(parser)
-    add(
-        "--window",
-        default=None,
-        metavar="SIZE",
-        help="bytes in flight, or 'layer' (default: the plan chooses)",
-    )
-    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: by the plan)")
-    add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
-    add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
-    add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
-    add(
-        "--save",
-        type=Path,
-        metavar="FILE.json",
-        help="write the plan, or what --try says",
-    )
-    add("--json", action="store_true", help="print JSON")
-    add_cache_argument(parser)
-    add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
-    add(
-        "--try",
-        nargs="*",
-        type=Path,
-        dest="tried",
-        metavar="PLAN.json",
-        help="search nothing: predict the step of a profile under these plans, with nothing "
-        "offloaded and with everything offloaded",
-    )
-    trained = parser.add_argument_group("how a model is trained")
-    add_training_arguments(trained)
-    add_streaming_argument(trained)
-    add_lever_arguments(
-        parser.add_argument_group(
-            "what changes a model's step itself",
-            "Give training the same settings: the plan is for what they leave to decide on.",
-        )
-    )
+NOT_FOR_TRYING = ("host_memory", "disk", "keep_last_layers", "allow_lossy", "compare")
+"""Options that have no effect with ``--try``."""
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -143,7 +75,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             "expected a profile, a model, or --compare PLAN.json PLAN.json.", key="setting-missing"
         )
     if args.tried is not None:
-        tell(prediction_report(args), as_json=args.json, output=args.save)
+        tell(_prediction_report(args), as_json=args.json, output=args.save)
         return 0
     plan = _answer(args)
     tell(plan, as_json=args.json, output=args.save)
@@ -200,69 +132,72 @@ def _answer(args: argparse.Namespace) -> Plan:
 
 def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.documents.plan_facts import NO_FACTS
-    from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
     from hf_pyao.plan.options.auto_plan import plan_of_choice
     from hf_pyao.plan.options.chosen_levers import LeverRoom
-    from hf_pyao.plan.options.plan_request import PlanRequest
     from hf_pyao.plan.predict.forecast import Forecast
+    from hf_pyao.plan.predictor.predictor import Predictor
     from hf_pyao.plan.solve.planner import NoPlanFitsError
     from hf_pyao.plan.step.ends_on_host import ends_bytes
-    from hf_pyao.plan.weights.choice import choose_streaming
     from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
-    from hf_pyao.settings.sizes import Size
+    from hf_pyao.tools.estimate.predicted_profile import profile_of, training_of
+    from hf_pyao.tools.estimate.recorded_step import record_with
 
     is_profile = args.source.endswith(".json")
-    of_models = [*given_levers(args), *given_training(args)]
+    of_models = [*given_levers(args), *given_of(args, "trained")]
     if is_profile and of_models:
         raise ConfigError(
             f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
             "it was recorded. Profile it with these settings, or drop them.",
             key="settings-contradict",
         )
-    stream_weights = resident_blocks_of(args, is_profile=is_profile)
-    training = None if is_profile else _training_of(args)
+    resident_blocks_of(args, is_profile=is_profile)
+    training = None
+    if not is_profile:
+        training, named = training_of(args, args.source)
     hardware = _hardware_of(args, is_profile=is_profile)
-    host = float("inf")
-    if args.host_memory is not None:
-        host = float(Size().check("--host-memory", args.host_memory))
     limit_bytes = _limit_bytes_of(args, hardware, training)
-    profile = _read_profile(args) if training is None else _predicted_profile(args, training)
-    config = _config_for(args, profile)
-    request = PlanRequest.of_config(
-        config, host_limit_bytes=host, allocator=AllocatorSettings.parse(args.alloc_conf)
-    )
-    request = dataclasses.replace(request, ends_on_host=ends_on_host_of(args))
+    if limit_bytes is None:
+        raise ConfigError(
+            "how much memory the device has is not in a profile: give --device-memory, as 11GiB.",
+            key="device-memory-unknown",
+        )
+    if training is None:
+        profile = read_profile(args)
+    else:
+        profile = profile_of(args, args.source, training, named)
+    binds = binds_of(args, _config_for(args, profile), is_profile=is_profile)
     if training is None:
         room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
-        request = dataclasses.replace(request, room=room)
-    device = None if hardware is None else hardware.device
-    planner = request.planner(
-        profile,
-        device=device,
-        link=_link(args, hardware),
-        kernels=hardware.kernels if is_profile and hardware is not None else None,
-    )
-    figures: dict[str, float] = {}
-    facts = NO_FACTS
-    with _recorder(args, training) as record:
-        choice = request.choice(
-            planner,
+        binds = dataclasses.replace(binds, room=room)
+    with Progress("other levers", None, "steps", is_shown=not args.json) as progress:
+
+        def record(levers: Levers) -> StepProgram:
+            assert training is not None
+            progress.done(levers.describe())
+            return record_with(training, binds.levers)(
+                args.micro_batch, args.sequence_length, levers
+            )
+
+        predictor = Predictor.of_profile(
+            profile,
+            binds,
             record,
-            device=device,
-            dtypes={slot.name: slot.dtype for slot in profile.slots},
+            device=None if hardware is None else hardware.device,
+            link=_link(args, hardware),
+            kernels=hardware.kernels if is_profile and hardware is not None else None,
         )
-        if stream_weights == OFF:
-            chosen = choice.best(limit_bytes)
-        else:
-            streaming = choose_streaming(choice, stream_weights, limit_bytes)
-            chosen, figures = streaming.levers, figures_of(streaming.weights)
-            if request.ends_on_host:
-                figures["weights/embeddings_and_head_bytes"] = float(
-                    ends_bytes(Forecast(profile, window_bytes=None).program)
-                )
-            facts = dataclasses.replace(NO_FACTS, resident_blocks=streaming.weights.num_resident)
+        found = predictor.choice().checked().best(limit_bytes)
+    chosen, facts = found.levers, NO_FACTS
+    figures: dict[str, float] = {}
+    if binds.stream_weights != OFF:
+        figures = figures_of(found.weights)
+        if binds.ends_on_host:
+            figures["weights/embeddings_and_head_bytes"] = float(
+                ends_bytes(Forecast(profile, window_bytes=None).program)
+            )
+        facts = dataclasses.replace(NO_FACTS, resident_blocks=found.weights.num_resident)
     if training is not None:
-        program = planner.program if stream_weights == OFF else chosen.planner.program
+        program = (chosen.configured if binds.stream_weights == OFF else chosen.planner).program
         later_bytes = training.optimizer_step_bytes(program)
         _check_optimizer_step(later_bytes, limit_bytes, less_by_streaming(program))
         figures |= _beside_figures(training, program)
@@ -279,6 +214,41 @@ def _plan(args: argparse.Namespace) -> Plan:
         num_front_points=NUM_FRONT_POINTS,
         facts=facts,
         figures=figures,
+    )
+
+
+def _prediction_report(args: argparse.Namespace) -> Any:
+    """Predict the step of a profile under the plans of ``--try``.
+
+    Returns:
+        A :class:`~hf_pyao.plan.documents.prediction.PredictionReport`.
+
+    Raises:
+        PyAOError: an option is bad, or a file is not what it should be.
+    """
+    from hf_pyao.plan.documents.plan import Plan
+    from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+    from hf_pyao.plan.predict.forecast import Forecast
+    from hf_pyao.plan.predict.predicted_plans import prediction_of
+
+    refuse_without_effect(args, NOT_FOR_TRYING, "--try")
+    profile = read_profile(args)
+    hardware = _hardware_of(args, is_profile=True)
+    given = {} if args.window is None else {"window": _number_or_text(args.window)}
+    window = PyAOConfig.from_dict(given).effective().window
+    forecast = Forecast(
+        profile,
+        device=None if hardware is None else hardware.device,
+        link=_link(args, hardware),
+        window_bytes=None if isinstance(window, str) else window,
+        kernels=None if hardware is None else hardware.kernels,
+        allocator=AllocatorSettings.parse(args.alloc_conf),
+    )
+    return prediction_of(
+        forecast,
+        {str(path): Plan.from_json_file(path) for path in args.tried},
+        limit_bytes=_limit_bytes_of(args, hardware, None),
+        device_name=profile.device if hardware is None else hardware.name,
     )
 
 
@@ -308,42 +278,16 @@ def _hardware_of(args: argparse.Namespace, *, is_profile: bool) -> Hardware | No
 
 def _limit_bytes_of(
     args: argparse.Namespace, hardware: Hardware | None, training: FakeTraining | None
-) -> float:
-    """Return the memory that the plan has to fit into.
-
-    Raises:
-        ConfigError: it is neither given nor known.
-    """
+) -> int | None:
+    """Return the memory that the plan has to fit into; None if it is neither given nor known."""
     from hf_pyao.settings.sizes import Size
     from hf_pyao.tools.estimate.card_memory import card_memory
 
     if args.device_memory is not None:
-        return float(Size().check("--device-memory", args.device_memory))
+        return int(Size().check("--device-memory", args.device_memory))
     if hardware is None:
-        raise ConfigError(
-            "how much memory the device has is not in a profile: give --device-memory, as 11GiB.",
-            key="device-memory-unknown",
-        )
-    kernels = None if training is None else training.kernels
-    return float(card_memory(hardware, kernels).limit_bytes)
-
-
-@contextmanager
-def _recorder(
-    args: argparse.Namespace, training: FakeTraining | None
-) -> Iterator[Callable[[Levers], StepProgram]]:
-    """Yield what records the step with other levers, and draws a bar meanwhile."""
-    from tqdm import tqdm
-
-    is_hidden = args.json or not sys.stderr.isatty()
-    with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
-
-        def record(levers: Levers) -> StepProgram:
-            assert training is not None
-            bar.update()
-            return _recorded(args, training, levers)
-
-        yield record
+        return None
+    return card_memory(hardware, None if training is None else training.kernels).limit_bytes
 
 
 def _what_peaks_hold(args: argparse.Namespace, plan: Plan) -> str:
@@ -409,23 +353,6 @@ def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:
     return PyAOConfig.from_dict(more)
 
 
-def _recorded(args: argparse.Namespace, training: FakeTraining, levers: Levers) -> StepProgram:
-    """Return the step with other levers."""
-    from hf_pyao.model.fake_cuda.quiet import quiet
-    from hf_pyao.tools.estimate.recorded_step import record_step
-
-    with quiet():
-        return or_refuse(
-            lambda: record_step(
-                training,
-                args.micro_batch,
-                args.sequence_length,
-                levers=levers,
-                must_run_again=True,
-            )
-        )
-
-
 def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
     from hf_pyao.plan.hardware.speeds import LinkModel
     from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
@@ -438,7 +365,12 @@ def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | No
     return LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)
 
 
-def _read_profile(args: argparse.Namespace) -> Profile:
+def read_profile(args: argparse.Namespace) -> Profile:
+    """Return the profile that a command is given.
+
+    Raises:
+        ConfigError: the file is another document.
+    """
     from hf_pyao.plan.documents.profile import Profile
     from hf_pyao.tools.report.kinds import read_document
 
@@ -450,42 +382,6 @@ def _read_profile(args: argparse.Namespace) -> Profile:
             key="file-kind",
         )
     return profile
-
-
-def _training_of(args: argparse.Namespace) -> FakeTraining:
-    """Return the model that is named, as it is trained."""
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.common_arguments import training_fields_of
-    from hf_pyao.tools.estimate.fake_step import FakeTraining
-    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-    from hf_pyao.tools.simulation.kept_models import KeptModels
-
-    check_least(args, micro_batch=1, sequence_length=2)
-    config = config_of(parse_model(args.source))
-    check_sequence_length(config, args.sequence_length)
-    hardware = find_hardware(args.device or "rtx4070")
-    return FakeTraining(config=config, kept=KeptModels(), **training_fields_of(args, hardware))
-
-
-def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:
-    from tqdm import tqdm
-
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.model_specs import parse_model
-    from hf_pyao.tools.estimate.predicted_profile import predict_profile
-
-    hardware = find_hardware(args.device or "rtx4070")
-    spec = parse_model(args.source)
-    is_hidden = args.json or not sys.stderr.isatty()
-    with tqdm(total=1, disable=is_hidden, leave=False, desc="recording the step"):
-        return predict_profile(
-            training,
-            hardware,
-            args.micro_batch,
-            args.sequence_length,
-            title=f"{spec.name} on {hardware.name}, predicted",
-            levers=levers_of(args),
-        )
 
 
 def _number_or_text(text: str) -> int | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,13 +11,17 @@ from hf_pyao.model.map.model_identity import identity_of
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.documents.profile import Profile, ProfiledModule, ProfiledSlot, Spread
 from hf_pyao.plan.documents.provenance import collect_provenance
-from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
 from hf_pyao.plan.predict.calibration import speeds_of
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
+from hf_pyao.tools.estimate.common_arguments import training_fields_of
 from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.lever_arguments import levers_of
+from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import recorded_step
+from hf_pyao.tools.simulation.kept_models import KeptModels
 
 
 def predict_profile(
@@ -145,3 +150,31 @@ def _spread(times_ms: Sequence[float]) -> Spread | None:
         return None
     mean_ms = sum(times_ms) / len(times_ms)
     return Spread(mean_ms=mean_ms, least_ms=min(times_ms), most_ms=max(times_ms))
+
+
+def training_of(args: argparse.Namespace, model: str) -> tuple[FakeTraining, Hardware]:
+    """Return the model that is named, as the options train it, and the card that they name.
+
+    Raises:
+        ConfigError: the model or the card is unknown, or the model has no positions for so long a
+            sequence.
+    """
+    config = config_of(parse_model(model))
+    check_sequence_length(config, args.sequence_length)
+    hardware = find_hardware(args.device or "rtx4070")
+    fields = training_fields_of(args, hardware)
+    return FakeTraining(config=config, kept=KeptModels(), **fields), hardware
+
+
+def profile_of(
+    args: argparse.Namespace, model: str, training: FakeTraining, hardware: Hardware
+) -> Profile:
+    """Return the profile of a model that is named, as the options say."""
+    return predict_profile(
+        training,
+        hardware,
+        args.micro_batch,
+        args.sequence_length,
+        title=f"{parse_model(model).name} on {hardware.name}, predicted",
+        levers=levers_of(args),
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 from hf_pyao.config import EffectiveConfig, PyAOConfig
 from hf_pyao.levers import Levers
@@ -12,13 +11,13 @@ from hf_pyao.plan.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.sweep import TENSORS, SweepPoint, SweepReport
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.paper.sweep import Budgets, with_points
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
-from hf_pyao.plan.predict.allocator_replay import StepMemory
-from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predict.outcome import Outcome
+from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.settings.sizes import Size
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
@@ -176,19 +175,14 @@ def _predict(
         max_bytes=None if is_count else budget,
     )
     kept = Levers.of(settings).kept_layers(program.num_layers, settings.keep_last_layers)
-    leaves = leaving(program, policy, kept)
-    window_bytes = None if isinstance(settings.window, str) else settings.window
-    predict_timed = partial(
-        predict,
-        program,
-        leaves,
-        window_bytes=window_bytes,
-        device=hardware.device,
-        link=hardware.link,
+    times_ms = operation_times_ms(program, hardware.device)
+    found = Outcome(
+        PlannedStep(program, leaving(program, policy, kept), {}, times_ms),
+        hardware.link,
+        window_bytes=None if isinstance(settings.window, str) else settings.window,
+        allocator=AllocatorSettings(),
     )
-    timed = predict_timed()
-    late = predict(program, leaves, window_bytes=window_bytes)
-    memory = StepMemory(program, late, partial(predict_timed, host=IN_STEP), AllocatorSettings())
+    timed, memory = found.timed, found.memory
     limit_bytes = card_memory(hardware).limit_bytes
     fits = memory.fits(limit_bytes)
     reserved_bytes = memory.reserved_within(limit_bytes)
@@ -200,10 +194,10 @@ def _predict(
         if fits
         else f"the allocator may reserve {reserved_bytes / GIB:.2f} GiB, and "
         f"{limit_bytes / GIB:.2f} GiB of {hardware.name} can be used",
-        memory_bytes=late.peak_bytes,
+        memory_bytes=found.peak_bytes,
         host_bytes=timed.host_peak_bytes,
         offloaded_bytes=timed.offloaded_bytes,
         step_ms=timed.step_ms,
         tokens_per_s=tokens / timed.step_ms * 1e3,
-        stall_ms=timed.stall_forward_ms + timed.stall_backward_ms,
+        stall_ms=found.stall_ms,
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.text import echo, one_line
-from hf_pyao.tools.estimate.common_arguments import add_training_arguments, check_least, tell
-from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
+from hf_pyao.tools.estimate.common_arguments import tell
+from hf_pyao.tools.estimate.lever_arguments import given_levers
+from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.run_script import check_script, run_script
 
 DESCRIPTION = """\
@@ -34,44 +34,6 @@ examples
 """
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("profile.json"),
-        metavar="FILE.json",
-        help="the file to write (default: profile.json)",
-    )
-    measured = parser.add_argument_group("measured")
-    measured.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="micro-batches to measure (default: 3)"
-    )
-    measured.add_argument(
-        "--keep-running", action="store_true", help="let the script go on when it is done"
-    )
-    measured.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
-    )
-    measured.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
-    measured.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments"
-    )
-    predicted = parser.add_argument_group("predicted")
-    predicted.add_argument("--model", metavar="MODEL", help="as for pyao estimate")
-    predicted.add_argument(
-        "--device", metavar="NAME", help="a card, as for pyao estimate (default: rtx4070)"
-    )
-    predicted.add_argument("--micro-batch", type=int, default=1, metavar="N")
-    predicted.add_argument("--sequence-length", type=int, default=512, metavar="N")
-    add_training_arguments(predicted)
-    add_lever_arguments(predicted)
-
-
 def run_from_arguments(args: argparse.Namespace) -> int:
     """Run the command.
 
@@ -79,6 +41,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, the script has no model that could be profiled, or the file
             cannot be written.
     """
+    need_torch()
     if (args.script is None) == (args.model is None):
         raise ConfigError(
             "expected either a script to measure (pyao profile train.py ...) or --model to "
@@ -91,7 +54,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             "measured, with the settings that the script has. Set them there, or drop them.",
             key="setting-without-effect",
         )
-    check_least(args, steps=1, micro_batch=1, sequence_length=2)
     profile = _predicted(args) if args.script is None else _measured(args)
     if profile is not None:
         tell(profile, as_json=False, output=None, also_written=[args.output])
@@ -100,24 +62,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 def _predicted(args: argparse.Namespace) -> Profile:
     from hf_pyao.plan.documents.schema import write_json
-    from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.common_arguments import training_fields_of
-    from hf_pyao.tools.estimate.fake_step import FakeTraining
-    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-    from hf_pyao.tools.estimate.predicted_profile import predict_profile
+    from hf_pyao.tools.estimate.predicted_profile import profile_of, training_of
 
-    hardware = find_hardware(args.device or "rtx4070")
-    spec = parse_model(args.model)
-    config = config_of(spec)
-    check_sequence_length(config, args.sequence_length)
-    profile = predict_profile(
-        FakeTraining(config=config, **training_fields_of(args, hardware)),
-        hardware,
-        args.micro_batch,
-        args.sequence_length,
-        title=f"{spec.name} on {hardware.name}, predicted",
-        levers=levers_of(args),
-    )
+    profile = profile_of(args, args.model, *training_of(args, args.model))
     write_json(args.output, profile)
     return profile
 

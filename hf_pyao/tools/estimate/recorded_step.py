@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.fake_step import FakeTraining, runs_without_values
 
 Parameters = ParamSpec("Parameters")
 
@@ -119,3 +120,20 @@ def _whole(record: Callable[Parameters, RecordedStep]) -> Callable[Parameters, S
 
 record_step = _whole(recorded_step)
 """Run one step and return it as a program, with all layers; arguments of :func:`recorded_step`."""
+
+
+def record_with(
+    training: FakeTraining, configured: Levers
+) -> Callable[[int, int, Levers], StepProgram]:
+    """Return what records the step at a micro-batch and a length, with any levers."""
+
+    def record(micro_batch: int, sequence_length: int, levers: Levers) -> StepProgram:
+        if levers == configured:
+            with runs_without_values(training.config.model_type):
+                return record_step(training, micro_batch, sequence_length, levers=levers)
+        with quiet():
+            return record_step(
+                training, micro_batch, sequence_length, levers=levers, must_run_again=True
+            )
+
+    return record

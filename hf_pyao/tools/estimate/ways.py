@@ -1,4 +1,4 @@
-"""The ways to train that are estimated, and what is predicted of one."""
+"""The ways to train that are estimated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.plan.predict.allocator_replay import StepMemory
-from hf_pyao.plan.step.prediction import Prediction
-from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.plan.weights.weight_plan import WeightPlan
 from hf_pyao.tools.estimate.verdict_text import CHUNKED
 
 
@@ -18,14 +14,9 @@ class Way:
     """A way to train, without or with the chunked loss."""
 
     name: str
+    policy: str = "off"
+    """As ``PyAOConfig.policy``. ``"budget"`` offloads as much as forward compute hides."""
     checkpointing: bool = False
-    offloads: bool = False
-    is_pyao: bool = False
-    """Recomputes what PyAO's rule flags."""
-    is_budget: bool = False
-    """Offloads as much as forward compute hides."""
-    is_auto: bool = False
-    """Plans, see ``plan/solve/planner.py``."""
     streams: bool = False
     """Streams frozen weights too, as many as is fastest."""
     levers: Levers | None = None
@@ -44,42 +35,25 @@ class Way:
 WAYS = (
     Way("none"),
     Way("checkpointing", checkpointing=True),
-    Way("policy all", offloads=True),
-    Way("policy pyao", offloads=True, is_pyao=True),
-    Way("policy budget", offloads=True, is_budget=True),
+    Way("policy all", "all"),
+    Way("policy pyao", "pyao"),
+    Way("policy budget", "budget"),
 )
 """What is recorded and predicted as it is named."""
 
-AUTO = Way("policy auto", offloads=True, is_auto=True)
+AUTO = Way("policy auto", "auto")
 """The fastest plan that fits."""
 
-STREAMED = Way("policy auto, streamed weights", offloads=True, is_auto=True, streams=True)
+STREAMED = Way("policy auto, streamed weights", "auto", streams=True)
 """The same where frozen weights may be streamed."""
 
 ALL_WAYS = (*WAYS, AUTO)
 """What is compared, without and with the chunked loss."""
 
 LONG_CONTEXT = Way(
-    "long context", offloads=True, levers=Levers.of(PyAOConfig(policy="all", long_context=True))
+    "long context", "all", levers=Levers.of(PyAOConfig(policy="all", long_context=True))
 )
 """``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
-
-
-@dataclass(frozen=True)
-class PredictedWay:
-    """A step of one way to train, at one size."""
-
-    program: StepProgram
-    timed: Prediction
-    """On the card and its link."""
-    late: Prediction
-    """With copies as late as can be: its peak holds for every link."""
-    memory: StepMemory
-    """What the allocator reserves for it."""
-    flagged: tuple[str, ...]
-    """What PyAO's rule recomputes."""
-    weights: WeightPlan | None = None
-    """What is streamed; None: nothing was to be."""
 
 
 @dataclass(frozen=True)

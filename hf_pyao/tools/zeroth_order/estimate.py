@@ -24,7 +24,6 @@ from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.text import say
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
-from hf_pyao.tools.estimate.common_arguments import check_least
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
 from hf_pyao.tools.zeroth_order.sizes import STATE_BYTES, BlockSize, Ends
@@ -253,7 +252,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             "--output and --step have no effect with --zeroth-order: drop them.",
             key="setting-without-effect",
         )
-    check_least(args, sequence_length=2, micro_batch=1)
     spec = parse_model(args.model)
     config = config_of(spec)
     length = args.sequence_length or DEFAULT_LENGTH

@@ -24,6 +24,8 @@ from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.speed_range import PRESET
+from hf_pyao.plan.predictor.predictor import Card, Predictor
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner
 from hf_pyao.plan.step.step_program import FORWARD, Operation, Segment, StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
@@ -410,9 +412,9 @@ def recorded(levers: Levers) -> StepProgram:
 
 def chosen_within(config: PyAOConfig, limit_bytes: float, host_bytes: float) -> ChosenLevers:
     request = PlanRequest.of_config(config, host_limit_bytes=host_bytes)
-    step, device = recorded(request.levers), HARDWARE.device
-    planner = request.planner_of(step, operation_times_ms(step, device), HARDWARE.link, {})
-    return request.choice(planner, recorded, device=device).best(limit_bytes)
+    card = Card.of(HARDWARE.device, HARDWARE.link, PRESET)
+    predictor = Predictor(lambda _, levers: recorded(levers), card, request)
+    return predictor.choice().best(limit_bytes).levers
 
 
 def planner_with(config: PyAOConfig, host_bytes: float = math.inf, **levers: Any) -> Planner:

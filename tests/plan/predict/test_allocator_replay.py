@@ -108,7 +108,7 @@ def test_events_of_plans_that_rebuild_come_to_the_predicted_peak() -> None:
     plans = [*planner.simple().values(), *filter(None, map(planner.proposal, (0, 8, 16)))]
     assert any(plan.step.rebuilds for plan in plans)
     for plan in plans:
-        for found in (plan.late, plan.timed):
+        for found in (plan.outcome.late, plan.timed):
             assert peak_of(found, program.resident_bytes) == found.peak_bytes
 
 
@@ -192,16 +192,16 @@ def test_a_first_step_that_frees_early_is_replayed_too(name: str) -> None:
     conditions = Conditions(link=hardware.link, window_bytes=2**23, allocator=DEFAULT)
     times_ms = operation_times_ms(program, hardware.device)
     candidate = Planner(program, times_ms, conditions).simple()[OFFLOAD_ALL]
-    assert candidate.early is not None
-    early = candidate.early()
-    assert early.memory != candidate.late.memory
-    assert early.peak_bytes <= candidate.late.peak_bytes
+    late = candidate.outcome.late
+    early = candidate.outcome.early()
+    assert early.memory != late.memory
+    assert early.peak_bytes <= late.peak_bytes
     worst = max(
-        StepMemory(program, candidate.late, each, DEFAULT).reserved().reserved_bytes
+        StepMemory(program, late, each, DEFAULT).reserved().reserved_bytes
         for each in (None, lambda: early)
     )
     assert candidate.memory.reserved().reserved_bytes == worst
-    assert candidate.timed.memory == candidate.late.memory, "its host is far ahead"
+    assert candidate.timed.memory == late.memory, "its host is far ahead"
 
 
 RAN = {

@@ -13,6 +13,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.cli import main
+from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.documents.profile import Profile
@@ -20,6 +21,7 @@ from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.measure.profile_merge import merge_profiles
 from hf_pyao.plan.measure.profile_steps import steps_of
+from hf_pyao.plan.policies.budget import OffloadBudget
 from hf_pyao.plan.predict.calibration import times_of
 from hf_pyao.plan.predict.forecast import Forecast, ForecastError
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
@@ -79,34 +81,32 @@ def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> No
     """Measured once, under policy ``all``: other plans are predicted from it, and then run."""
     model, profile = profiled(architecture, tmp_path)
     forecast = Forecast(profile, link=LINK, window_bytes=0)
-    everything = forecast.leaves(min_bytes=0, keep_last_layers=0)
+    everything = forecast.leaving(OffloadAll(0), 0)
     budget_bytes = sum(s.nbytes for s in forecast.program.slots if s.stays is None) // 2
     cases = {
         "off": (replace(EVERY_LAYER, policy="off"), [False] * len(everything)),
         "all": (replace(EVERY_LAYER, window=0), everything),
         "budget": (
             replace(EVERY_LAYER, window=0, policy="budget", budget=f"{budget_bytes}B"),
-            forecast.within_budget(budget_bytes, min_bytes=0, keep_last_layers=0),
+            forecast.leaving(OffloadBudget(0, max_bytes=budget_bytes), 0),
         ),
     }
     for name, (config, leaves) in cases.items():
         step_ms, stall_ms, figures, _ = run_on_a_clock(model, config)
-        predicted = forecast.predict(leaves)
+        predicted = forecast.outcome(leaves).timed
         assert predicted.offloaded_bytes == figures.get("offloaded_bytes", 0)
         assert predicted.step_ms == pytest.approx(step_ms, rel=0.05), name
         predicted_ms = predicted.stall_forward_ms + predicted.stall_backward_ms
         assert predicted_ms == pytest.approx(stall_ms, rel=0.1, abs=0.02 * step_ms), name
-    assert forecast.predict(everything).step_ms > 1.2 * forecast.predict(cases["off"][1]).step_ms
+    kept = forecast.outcome(cases["off"][1])
+    assert forecast.outcome(everything).step_ms > 1.2 * kept.step_ms
 
 
 @pytest.mark.thorough
 def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> None:
     _, profile = profiled("llama", tmp_path)
     forecast = Forecast(profile, window_bytes=0)
-    compared = {
-        each.name: each
-        for each in forecast.compared(forecast.leaves(min_bytes=0, keep_last_layers=0))
-    }
+    compared = {each.name: each for each in forecast.compared(forecast.leaving(OffloadAll(0), 0))}
     inside = compared["layers, head and loss"]
     assert inside.predicted == pytest.approx(inside.measured, rel=0.05)
     for name in ("offloaded_bytes", "host_peak_bytes"):
@@ -182,9 +182,9 @@ def test_a_predicted_profile_says_so_and_predicts_the_same(
     device = DeviceModel(**profile.speeds)
     assert times_of(profile, program) == operation_times_ms(program, device)
     forecast = Forecast(profile, window_bytes=2**28)
-    leaves = forecast.leaves(min_bytes=0, keep_last_layers=1)
+    leaves = forecast.leaving(OffloadAll(0), 1)
     direct = predict(program, leaves, window_bytes=2**28, device=device, link=forecast.link)
-    assert forecast.predict(leaves) == direct
+    assert forecast.outcome(leaves).timed == direct
     assert main(["plan", str(predicted), "--try", "--device-memory", "1MiB"]) == 0
     printed = capsys.readouterr().out
     assert "(too much)" in printed

@@ -16,6 +16,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.policies.budget import hidden_bytes
 from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import (
     operation_times_ms,
@@ -300,9 +301,6 @@ def test_the_papers_models_at_full_size(architecture: str, name: str, window: in
     assert predicted.peak_bytes == simulated.peak_bytes
 
 
-_POLICIES = {"policy budget": "budget", "policy pyao": "plan"}
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", PAPER_SIZES)
 @pytest.mark.parametrize("name", ["rtx4070", "h200"])
@@ -314,7 +312,8 @@ def test_each_policy_of_the_papers_models(
     config = build_config(architecture, find_size(architecture, PAPER_SIZES[architecture]))
     estimator = Estimator(config, hardware)
     budget_bytes = None
-    plan = estimator.rule_plan() if way.is_pyao else None
+    is_pyao = way.policy == "pyao"
+    plan = estimator.rule_plan() if is_pyao else None
     if plan is not None:
         assert plan.slots, "the paper's rule flags something in each of its models"
         plan.to_json_file(tmp_path / "plan.json")
@@ -323,13 +322,14 @@ def test_each_policy_of_the_papers_models(
         4,
         512,
         plan=plan,
-        keep_last_layers=1 if way.is_pyao else 0,
+        keep_last_layers=1 if is_pyao else 0,
     )
-    if way.is_budget:
-        budget_bytes = estimator.hidden_bytes(program)
+    if way.policy == "budget":
+        times_ms = operation_times_ms(program, hardware.device)
+        budget_bytes = hidden_bytes(program, times_ms, hardware.link)
     settings = PyAOConfig(
-        policy=_POLICIES.get(way.name, "all" if way.offloads else "off"),
-        plan=tmp_path / "plan.json" if way.is_pyao else None,
+        policy="plan" if is_pyao else way.policy,
+        plan=tmp_path / "plan.json" if is_pyao else None,
         budget=None if budget_bytes is None else f"{budget_bytes}B",
         host_memory_gib=2.0**20,
         verify_recompute="off",

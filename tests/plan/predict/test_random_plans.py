@@ -187,7 +187,7 @@ def test_lifetimes_of_what_is_rebuilt_add_up() -> None:
     num_rebuilt = 0
     for drawn in drawn_plans("phi3", 8):
         num_rebuilt += len(drawn.step.rebuilds)
-        check_lifetimes(drawn.step.program, drawn.late, 0.8)
+        check_lifetimes(drawn.step.program, drawn.outcome.late, 0.8)
     assert num_rebuilt
 
 

@@ -212,7 +212,7 @@ def test_what_does_the_same_is_carried_out_once_whatever_is_streamed() -> None:
     assert other == planned.step
     assert other.program.resident_bytes < plain.program.resident_bytes
     assert streamed.simple()[CHECKPOINT].timed == planned.timed
-    assert streamed.simple()[CHECKPOINT].late.peak_bytes == planned.late.peak_bytes
+    assert streamed.simple()[CHECKPOINT].peak_bytes == planned.peak_bytes
 
 
 @pytest.mark.parametrize("architecture", SIZES)

@@ -144,7 +144,7 @@ def test_masters_and_activations_share_the_host() -> None:
     free = choice_of(program, link).best(limit_bytes)
     found = free.levers.candidate
     masters_bytes = len(free.weights.streamed_layers) * block
-    assert found.host_bytes == found.late.host_peak_bytes + masters_bytes
+    assert found.host_bytes == found.outcome.late.host_peak_bytes + masters_bytes
     bound = 6 * block + 2**20
     tight = choice_of(program, link, host_limit_bytes=bound).best(limit_bytes)
     assert len(tight.weights.streamed_layers) <= 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.tools.bench.arguments import SMOKE_MODEL, add_bench_arguments
+from hf_pyao.tools.bench.arguments import SMOKE_MODEL, epilog
 from hf_pyao.tools.bench.memory import DeviceMemory, HostMemory, pick_device
 from hf_pyao.tools.bench.models import build_model, free_memory, make_batch
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
@@ -247,9 +246,7 @@ def test_unified_memory_is_no_device_to_measure(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_teaches_models_methods_and_examples() -> None:
-    parser = argparse.ArgumentParser()
-    add_bench_arguments(parser, "prog")
-    text = parser.format_help()
+    text = epilog("prog")
     for part in (
         "llama:SIZE",
         "tiny",

@@ -15,11 +15,12 @@ import pytest
 
 from hf_pyao.plan.hardware.attention_workspaces import AttentionShape
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
+from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import BACKWARD, OUTSIDE, StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.estimate.ways import LONG_CONTEXT, PredictedWay
+from hf_pyao.tools.estimate.ways import LONG_CONTEXT
 
 FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 MULTIPROCESSORS = {"rtx4070": 46, "rtx4090": 128, "h200": 132}
@@ -44,7 +45,7 @@ def bare(program: StepProgram) -> StepProgram:
 
 
 def check(
-    estimator: Estimator, found: PredictedWay, batch: int, *, is_deterministic: bool = False
+    estimator: Estimator, found: Outcome, batch: int, *, is_deterministic: bool = False
 ) -> int:
     """Check that all calls of the kernel are there, and fit; return the largest workspace."""
     program, config = found.program, estimator.config
@@ -78,7 +79,7 @@ def check(
 
 def test_a_small_step_holds_each_workspace() -> None:
     at = estimator(config_of(parse_model("llama:tiny")), find_hardware("rtx4070"), 72, False)
-    assert check(at, at.predicted(LONG_CONTEXT, "chunked", 3), 3) > 0
+    assert check(at, at.predicted(LONG_CONTEXT, "chunked", 3)[0], 3) > 0
 
 
 CASES: list[tuple[str, str, int | None]] = [
@@ -111,7 +112,7 @@ def test_headline_sizes_fit_with_workspaces(
     else:
         chosen = at(length)
         batch = chosen.row(LONG_CONTEXT, "chunked", with_longest=False).largest_micro_batch
-    found = chosen.predicted(LONG_CONTEXT, "chunked", batch)
+    found, _ = chosen.predicted(LONG_CONTEXT, "chunked", batch)
     assert check(chosen, found, batch, is_deterministic=is_deterministic) > 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
+from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
@@ -19,7 +20,8 @@ from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.plan.predict.forecast import Forecast
-from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, levers_of
+from hf_pyao.tools.estimate.lever_arguments import levers_of
+from hf_pyao.tools.option_table import add_rows
 from hf_pyao.tools.report.kinds import read_document
 
 MODEL = "llama:hidden_size=64,intermediate_size=512,num_hidden_layers=5,num_attention_heads=4,vocab_size=128"
@@ -30,7 +32,7 @@ INPUT, ATTENTION = ":0", "self_attn:1"
 
 def given(*options: str) -> Levers:
     parser = argparse.ArgumentParser()
-    add_lever_arguments(parser.add_argument_group("levers"))
+    add_rows(parser, "levers")
     return levers_of(parser.parse_args(options))
 
 
@@ -135,7 +137,7 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     assert num_layers[INPUT] == 3 and num_layers[ATTENTION] == 5  # of five layers
     assert not any(name.startswith("mlp") for name in num_layers)
     forecast = Forecast(profile, window_bytes=0)
-    leaves = forecast.leaves(min_bytes=0, keep_last_layers=2)  # of layers 3 and 4: from 2 on
+    leaves = forecast.leaving(OffloadAll(0), 2)  # of layers 3 and 4: from 2 on
     slots = zip(forecast.program.slots, leaves, strict=True)
     assert {slot.layer for slot, slot_leaves in slots if slot_leaves} == {0, 1}
     plan = tmp_path / "plan.json"

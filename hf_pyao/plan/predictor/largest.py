@@ -11,6 +11,20 @@ OFF_THE_LINE = 1 / 64
 """Share of a peak by which it is off a line."""
 
 
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest size that fits; 0 if 1 does not. That the next does not was asked."""
+    left, right = 0, min(1, most)
+    while fits(right):
+        left = right
+        if left == most:
+            break
+        right = min(4 * right, most)
+    while left < most and right - left > 1:
+        middle = (left + right) // 2
+        left, right = (middle, right) if fits(middle) else (left, middle)
+    return left
+
+
 def largest_fitting(
     peak_bytes: Callable[[int], int],
     limit_bytes: int,

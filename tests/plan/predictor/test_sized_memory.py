@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.predict.sized_memory import NeededAt, SizedMemory
-from hf_pyao.tools.estimate.search import largest_on_a_line
+from hf_pyao.plan.predictor.largest import largest_on_a_line
+from hf_pyao.plan.predictor.sized_memory import NeededAt, SizedMemory
 
 SETTINGS = AllocatorSettings()
 

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.predict.allocator_replay import StepMemory
-from hf_pyao.plan.step.prediction import Prediction
-from hf_pyao.plan.step.step_program import StepProgram
-
-
-class PlanMemory:
-    """The memory of a predicted step under several settings of the allocator.
-
-    Args:
-        program: the step.
-        late: its prediction with late copies.
-        early: as for :class:`~hf_pyao.plan.predict.allocator_replay.StepMemory`.
-    """
-
-    def __init__(
-        self, program: StepProgram, late: Prediction, early: Callable[[], Prediction] | None
-    ) -> None:
-        self.late = late
-        self.peak_bytes = late.peak_bytes
-        self._program = program
-        self._early = None if early is None else cache(early)
-        self._known: dict[AllocatorSettings, StepMemory] = {}
-
-    def under(self, settings: AllocatorSettings) -> StepMemory:
-        """Return the memory under *settings*."""
-        if settings not in self._known:
-            self._known[settings] = StepMemory(self._program, self.late, self._early, settings)
-        return self._known[settings]
+from hf_pyao.plan.predict.outcome import Outcome
 
 
 class SizedMemory:
     """The memory of one size: that of the first plan that fits.
 
     Args:
-        plans: the memory of each plan that may be followed.
+        plans: what each plan that may be followed comes to.
         later_bytes: what is on the device while the optimizer steps.
     """
 
-    def __init__(self, plans: Sequence[PlanMemory], later_bytes: int) -> None:
+    def __init__(self, plans: Sequence[Outcome], later_bytes: int) -> None:
         self._plans = sorted(plans, key=lambda each: each.peak_bytes)
         self._later_bytes = later_bytes
 

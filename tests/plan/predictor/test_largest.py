@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_pyao.tools.estimate.search import (
+from hf_pyao.plan.predictor.largest import (
     largest_fitting,
     largest_on_a_line,
 )

@@ -13,7 +13,8 @@ from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.microbatch import MicroBatchRow
 from hf_pyao.plan.hardware.caching_allocator import EXPANDABLE_SEGMENTS
-from hf_pyao.plan.micro_batch.sized_steps import SizedPlan
+from hf_pyao.plan.predictor.largest import largest
+from hf_pyao.plan.predictor.predictor import SizedPlan
 from hf_pyao.quantities import number
 
 FASTEST, LARGEST = "fastest", "largest"
@@ -144,7 +145,7 @@ def longest_sequence(
         rows[multiple] = _row(best_at(length), micro_batch, length, None)
         return rows[multiple].fits
 
-    left = _largest(fits, most)
+    left = largest(fits, most)
     found = tuple(rows[multiple] for multiple in sorted(rows))
     if left == 0:
         return SizeChoice(chosen=None, rows=found, reason=_nothing_fits(found, limit_bytes))
@@ -187,7 +188,7 @@ def largest_model(
         rows[layers] = _row(best_at(layers), micro_batch, sequence_length, None, layers)
         return rows[layers].fits
 
-    left = _largest(fits, MOST_LAYERS)
+    left = largest(fits, MOST_LAYERS)
     found = tuple(rows[layers] for layers in sorted(rows))
     if left == 0:
         return SizeChoice(chosen=None, rows=found, reason=_nothing_fits(found, limit_bytes))
@@ -203,20 +204,6 @@ def largest_model(
         f"{chosen.plan!r} ({_memory(chosen)}, {number(_sample_ms(chosen))} ms a sample); {end}."
     )
     return SizeChoice(chosen=chosen, rows=found, reason=reason)
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest size that fits; 0 if 1 does not. That the next does not was asked."""
-    left, right = 0, min(1, most)
-    while fits(right):
-        left = right
-        if left == most:
-            break
-        right = min(4 * right, most)
-    while left < most and right - left > 1:
-        middle = (left + right) // 2
-        left, right = (middle, right) if fits(middle) else (left, middle)
-    return left
 
 
 def _row(

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.micro_batch.choice import (
+from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predictor.choice import (
     FASTEST,
     LARGEST,
     LENGTH_STEP,
@@ -17,8 +19,8 @@ from hf_pyao.plan.micro_batch.choice import (
     divisors_of,
     longest_sequence,
 )
-from hf_pyao.plan.micro_batch.sized_steps import SizedPlan, SizedSteps, gradients_held
-from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predictor.predictor import SizedPlan
+from hf_pyao.plan.predictor.steps import Steps, gradients_held
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
@@ -178,11 +180,11 @@ def small_training(**more: object) -> FakeTraining:
 @pytest.mark.thorough
 def test_other_sizes_follow_from_two_recordings() -> None:
     training = small_training()
-    steps = SizedSteps(lambda size: record_step(training, size, 64))
+    steps = Steps(lambda size, levers: record_step(training, size, 64, levers=levers))
     for size in (1, 5):
         expected = record_step(training, size, 64)
         leaves = [False] * len(expected.slots)
-        found = predict(steps(size), leaves, window_bytes=None)
+        found = predict(steps.at(size, NO_LEVERS), leaves, window_bytes=None)
         assert found.peak_bytes == predict(expected, leaves, window_bytes=None).peak_bytes
     assert steps.num_recordings == 3  # 1, 2 and 3
 
@@ -192,17 +194,17 @@ def test_steps_that_do_not_scale_are_recorded_each() -> None:
     asked: list[int] = []
     training = small_training()
 
-    def record(size: int) -> StepProgram:
+    def record(size: int, levers: Levers) -> StepProgram:
         asked.append(size)
         return record_step(training, size, 64)
 
-    for scales in (False, True):
+    for points in (None, (2, 3)):
         # A single sample runs other operations than two do, if anything differs at all.
-        steps = SizedSteps(record, points=(2, 3), scales=scales)
+        steps = Steps(record, points)
         asked.clear()
         for size in (4, 5, 4):
-            steps(size)
-        assert asked == ([2, 3] if scales else [4, 5])
+            steps.at(size, NO_LEVERS)
+        assert asked == ([4, 5] if points is None else [2, 3])
 
 
 class _Accumulating(FakeTraining):

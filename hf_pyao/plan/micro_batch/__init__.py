@@ -1,1 +1,0 @@
-"""Chooses a micro-batch or a sequence length from predicted steps."""

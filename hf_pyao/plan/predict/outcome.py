@@ -1,0 +1,135 @@
+"""What a step comes to with a plan carried out in it: time, peak, and what is reserved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
+
+from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import IN_STEP, HostModel
+from hf_pyao.plan.hardware.speeds import LinkModel
+from hf_pyao.plan.predict.allocator_replay import StepMemory
+from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
+from hf_pyao.plan.predict.predict import predict, predict_timed_and_late
+from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
+from hf_pyao.plan.step.planned_step import PlannedStep
+from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.step_program import StepProgram
+
+R = TypeVar("R")
+
+
+class Outcome:
+    """The prediction of one step, computed when it is first asked for.
+
+    Args:
+        step: with a plan carried out in it.
+        link: speeds of copies.
+        window_bytes: what may be in flight; None: compute and copies meet at the end of each layer.
+        allocator: settings of the device's caching allocator; None: what is allocated counts.
+        gradient_bytes: what leaves for the host beside whenever a layer's backward ends.
+        is_blocking: compute stands still while copies run.
+    """
+
+    def __init__(
+        self,
+        step: PlannedStep,
+        link: LinkModel,
+        *,
+        window_bytes: int | None,
+        allocator: AllocatorSettings | None = None,
+        gradient_bytes: int = 0,
+        is_blocking: bool = False,
+    ) -> None:
+        self.step = step
+        self.link = link
+        self.window_bytes = window_bytes
+        self._allocator = allocator
+        self._gradient_bytes = gradient_bytes
+        self._is_blocking = is_blocking
+        self._memories: dict[AllocatorSettings | None, StepMemory] = {}
+        self._elsewhere_ms: dict[float, float] = {}
+
+    @property
+    def program(self) -> StepProgram:
+        """The step, with what a plan does to it."""
+        return self.step.program
+
+    @property
+    def timed(self) -> Prediction:
+        """With the link's speed."""
+        return self._timed_and_late[0]
+
+    @property
+    def late(self) -> Prediction:
+        """With copies that are never early: its peak holds on every link."""
+        return self._timed_and_late[1]
+
+    @property
+    def memory(self) -> StepMemory:
+        """What the device's allocator reserves, and whether that fits."""
+        return self.under(self._allocator)
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step."""
+        return self.timed.step_ms
+
+    @property
+    def stall_ms(self) -> float:
+        """Of it, what compute waits for copies."""
+        return self.timed.stall_forward_ms + self.timed.stall_backward_ms
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of what is allocated on the device."""
+        return self.late.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak on the host, with the masters of streamed weights."""
+        return self.late.host_peak_bytes + self.program.streamed.host_bytes
+
+    def under(self, allocator: AllocatorSettings | None) -> StepMemory:
+        """Return the memory under other settings of the allocator."""
+        if allocator not in self._memories:
+            early = None if self._is_blocking else self.early
+            self._memories[allocator] = StepMemory(self.program, self.late, early, allocator)
+        return self._memories[allocator]
+
+    def early(self) -> Prediction:
+        """Predict it with a host that sees each copy as it is done: its memory may be another."""
+        return self._walked(predict, self.link, host=IN_STEP)
+
+    def step_ms_at(self, ratio: float) -> float:
+        """Return what the step takes over a link *ratio* times as fast; see ``speed_range.py``."""
+        if ratio == AS_GIVEN or not (self.timed.offloaded_bytes or self.timed.uploaded_bytes):
+            return self.step_ms
+        if ratio not in self._elsewhere_ms:
+            link = scaled(self.link, ratio)
+            self._elsewhere_ms[ratio] = self._blocked(self._walked(predict, link), link).step_ms
+        return self._elsewhere_ms[ratio]
+
+    @cached_property
+    def _timed_and_late(self) -> tuple[Prediction, Prediction]:
+        timed, late = self._walked(predict_timed_and_late, self.link)
+        return self._blocked(timed, self.link), late
+
+    def _walked(self, walk: Callable[..., R], link: LinkModel, **more: HostModel) -> R:
+        step = self.step
+        return walk(
+            step.program,
+            step.leaves,
+            window_bytes=self.window_bytes,
+            times_ms=step.times_ms,
+            link=None if self._is_blocking else link,
+            rebuilds=step.rebuilds,
+            gradient_bytes=self._gradient_bytes,
+            coded=step.coded,
+            **more,
+        )
+
+    def _blocked(self, timed: Prediction, link: LinkModel) -> Prediction:
+        """Return *timed* with copies in the way of compute, if they are."""
+        return with_blocking_copies(timed, link, self.program) if self._is_blocking else timed
