@@ -24,29 +24,6 @@ def micro_batch(model: nn.Module) -> None:
     model(INPUT).square().sum().backward()
 
 
-def test_a_second_run_that_fails_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
-    """What a function closes over is not put back: the second run saves other tensors."""
-
-    def layers() -> Stack:
-        calls: list[int] = []
-
-        def otherwise(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            x = torch.sin(x @ layer.weight)
-            return torch.sin(x.double()).float() if len(calls) == 2 else torch.sin(x)
-
-        return Stack(otherwise)
-
-    plain = Stack(lambda layer, x: torch.sin(torch.sin(x @ layer.weight)))
-    micro_batch(plain)
-    model = layers()
-    with attach(model, BY_ONE) as offloader:
-        offloader.run_micro_batch(lambda: micro_batch(model))
-        assert_same_tensors(gradients_of(model), gradients_of(plain), "")
-    assert "from now on no layer runs again" in caplog.text
-    assert "The micro-batch runs again" in caplog.text
-
-
 def iterates(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x @ layer.weight * (1 + next(layer.numbers)))
 
