@@ -58,7 +58,7 @@ from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
 from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall

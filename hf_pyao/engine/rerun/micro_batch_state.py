@@ -8,11 +8,12 @@ at its end.
 - A gradient that was not changed stays. If another tensor has replaced it, it is put back.
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
-- What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
-  of modules] in ``inventory``. Of their tensors, only those that change are copied. The first
-  micro-batch shows which these are: all tensors are copied before it and compared after it, since
-  some kernels (batch norm's) change a tensor without changing its version. A tensor that changes
-  for the first time in a later micro-batch cannot be put back.
+- Attributes of modules, buffers, and generators that attributes hold are put back (``held_state``).
+  Where a container, an object, an array or hooks have changed, the micro-batch cannot be undone.
+- Of buffers and tensors in attributes, only those that change are copied. The first micro-batch
+  shows which these are: all are copied before it and compared after it, since some kernels (batch
+  norm's) change a tensor without changing its version. A tensor that changes for the first time in
+  a later micro-batch cannot be put back.
 - The default random generators are put back.
 - A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
   can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
@@ -25,17 +26,23 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
-from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.rerun.held_state import HeldState
+from hf_pyao.engine.rerun.module_state import ModuleState
+from hf_pyao.engine.rerun.versions import version_of, versions_of
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
+
+_Copied: TypeAlias = tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]
+"""A tensor, its version, and what it held; None where it is not expected to change in place."""
 
 
 class ModelTensors:
@@ -46,10 +53,10 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.inventory = Inventory([model])
+        self.state = ModuleState([model], "the model")
         self.samples = WeightSamples()
-        self.knows_changing = False
-        """Whether a micro-batch has shown which tensors change in place."""
+        self.changing: dict[int, weakref.ref[torch.Tensor]] | None = None
+        """Tensors that change in place, by their ids; None before a micro-batch has shown them."""
         self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
@@ -66,8 +73,11 @@ class MicroBatchState:
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
         self._random = RandomState(tensors.devices)
-        self._state = tensors.inventory.note(copies_all=not tensors.knows_changing)
-        self._parameters = [each for each in self._state.parameters if each.is_leaf]
+        self._held = HeldState(tensors.state)
+        self._copies = self._copied()
+        self._all_parameters = self._held.parameters
+        self._versions = versions_of(self._all_parameters)
+        self._parameters = [each for each in self._all_parameters if each.is_leaf]
         self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
         self._samples = tensors.samples.take(self._parameters)
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -78,9 +88,28 @@ class MicroBatchState:
 
     def learn(self) -> None:
         """See what the micro-batch, which is over, has changed in place, if that is not known."""
-        if not self._tensors.knows_changing:
-            self._tensors.knows_changing = True
-            self._state.learn()
+        if self._tensors.changing is None:
+            self._tensors.changing = {}
+            for ref, version, copy in self._copies:
+                tensor = ref()
+                if tensor is not None and _differs(tensor, version, copy):
+                    self._tensors.changing[id(tensor)] = ref
+
+    def _copied(self) -> list[_Copied]:
+        """Return the tensors that are no parameters, with copies of those that may change."""
+        changing, found = self._tensors.changing, []
+        for ref in self._held.tensors:
+            tensor = ref()
+            assert tensor is not None
+            copy = None
+            if not has_storage(tensor) or tensor.is_meta:
+                pass
+            elif changing is None:  # to the host, where copies take no memory of a device
+                copy = tensor.detach().to("cpu", copy=True)
+            elif (known := changing.get(id(tensor))) is not None and known() is tensor:
+                copy = tensor.detach().clone()
+            found.append((ref, version_of(tensor), copy))
+        return found
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -104,7 +133,7 @@ class MicroBatchState:
             in_backward: whether it has failed in a backward.
         """
         self.added.clear()
-        if self._state.changed_parameter():
+        if versions_of(self._all_parameters) != self._versions:
             return "parameters were changed in it, as by an optimizer that steps in backward"
         for parameter, gradient, gradient_version in zip(
             self._parameters, self._gradients, self._gradient_versions, strict=True
@@ -118,7 +147,17 @@ class MicroBatchState:
                 return reason
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        return self._state.reason_not_undone()
+        return self._reason_of_tensors() or self._held.reason_not_undone()
+
+    def _reason_of_tensors(self) -> str:
+        for ref, version, copy in self._copies:
+            tensor = ref()
+            if tensor is not None and copy is None and version_of(tensor) != version:
+                if self._tensors.changing is not None:
+                    self._tensors.changing[id(tensor)] = ref
+                name = self._held.name_of(tensor)
+                return f"{name} was changed in place, which had not changed before"
+        return ""
 
     def have_weights_changed(self) -> bool:
         """Say whether weights have changed without a version telling. It waits for the device."""
@@ -166,8 +205,20 @@ class MicroBatchState:
             before = None if noted is None else noted()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
-        self._state.undo()
+        self._held.undo()
+        with torch.no_grad():
+            for ref, version, copy in self._copies:
+                tensor = ref()
+                if tensor is not None and copy is not None and _differs(tensor, version, copy):
+                    tensor.copy_(copy)
         self._random.restore()
+
+
+def _differs(tensor: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
+    """Say whether *tensor* was written since, of which there was that *version*, or a *copy*."""
+    if version_of(tensor) != version:
+        return True
+    return copy is not None and not torch.equal(tensor.to(copy.device), copy)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
-from hf_pyao.engine.rerun.inventory import Inventory, Noted
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, SeenEnding
@@ -62,8 +62,9 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], Noted] = Inventory(()).note
-    """Returns what else the function depends on, such as training mode: put back in backward."""
+    state: Callable[[], StateOfCall] = ModuleState((), "a function in tiles").now
+    """Returns what else the function depends on: training mode is put back in backward, and the
+    rest must be as it was."""
     ending: Ending = field(default_factory=Ending)
     """What is known of the function's end; one for all calls of it."""
     name: str = ""
