@@ -241,7 +241,6 @@ class _Attempt:
                 "changes gradients, and nothing that differs from run to run.",
                 key="second-run-differs",
             )
-        self._state.learn()
         return result
 
     def reason_not_again(self, error: BaseException, model: nn.Module | None) -> str:

@@ -27,7 +27,6 @@ import operator
 import random
 import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
@@ -154,12 +153,12 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
         for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
             for key in dict.fromkeys((*then, *after)):
                 old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
-                if is_same(old, new) or is_result(old, new) or key == "training":
+                if _is_same(old, new) or _is_result(old, new) or key == "training":
                     continue
                 if not (is_ours(old) or is_ours(new)):
                     return path_of(names, at, key)
     are_same = all(map(operator.is_, before.items, now.items))
-    if before.sizes != now.sizes or not (are_same or all(map(is_same, before.items, now.items))):
+    if before.sizes != now.sizes or not (are_same or all(map(_is_same, before.items, now.items))):
         return _changed_holder(before, now)
     if before.arrays != now.arrays:
         return "an array that it holds"
@@ -174,14 +173,14 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
     return ""
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Compare by identity, numbers by value, and a tensor with a weak reference to it."""
-    if one is other or (type(one) is weakref.ref and one() is other):
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare by identity, and numbers by value."""
+    if one is other:
         return True
     return type(one) is type(other) and type(one) in _NUMBERS and bool(one == other)
 
 
-def is_result(old: Any, new: Any) -> bool:
+def _is_result(old: Any, new: Any) -> bool:
     """Say whether an attribute that held *old* has got a result of its call: *new* has a graph."""
     if not isinstance(new, Tensor) or new.grad_fn is None:
         return False
@@ -202,7 +201,7 @@ def results_in(before: Look, now: Look) -> list[tuple[int, str]]:
         (at, key)
         for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True))
         for key, new in after.items()
-        if (old := then.get(key, _ABSENT)) is not new and is_result(old, new)
+        if (old := then.get(key, _ABSENT)) is not new and _is_result(old, new)
     ]
 
 
@@ -319,13 +318,18 @@ def _bytes_of(array: Any) -> bytes:
 
 
 @_by_type
+def is_generator(kind: Any) -> bool:
+    """Say whether objects of *kind* are generators of random numbers."""
+    if kind.__module__.startswith("numpy.random"):
+        return kind.__name__ in ("Generator", "RandomState")
+    return issubclass(kind, torch.Generator | random.Random)
+
+
+@_by_type
 def _is_unsteady(kind: Any) -> bool:
     """Say whether objects of *kind* have a position: generators, and iterators."""
-    if issubclass(kind, torch.Generator | random.Random):
-        return True
-    if kind.__module__.startswith("numpy.random"):
-        return True
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    is_iterator = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    return is_iterator or is_generator(kind)
 
 
 def _is_shared(generator: Any) -> bool:

@@ -10,10 +10,8 @@ at its end.
   nothing to it: see ``added_gradients``.
 - Attributes of modules, buffers, and generators that attributes hold are put back (``held_state``).
   Where a container, an object, an array or hooks have changed, the micro-batch cannot be undone.
-- Of buffers and tensors in attributes, only those that change are copied. The first micro-batch
-  shows which these are: all are copied before it and compared after it, since some kernels (batch
-  norm's) change a tensor without changing its version. A tensor that changes for the first time in
-  a later micro-batch cannot be put back.
+- Buffers and tensors in attributes, up to 1 MiB each, are copied before each micro-batch, and put
+  back. A larger one that was written cannot be put back.
 - The default random generators are put back.
 - A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
   can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
@@ -26,23 +24,18 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.held_state import HeldState
-from hf_pyao.engine.rerun.module_state import ModuleState
+from hf_pyao.engine.rerun.module_state import MOST_BUFFER_BYTES, ModuleState
 from hf_pyao.engine.rerun.versions import version_of, versions_of
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")
-
-_Copied: TypeAlias = tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]
-"""A tensor, its version, and what it held; None where it is not expected to change in place."""
 
 
 class ModelTensors:
@@ -55,8 +48,6 @@ class ModelTensors:
     def __init__(self, model: nn.Module) -> None:
         self.state = ModuleState([model], "the model")
         self.samples = WeightSamples()
-        self.changing: dict[int, weakref.ref[torch.Tensor]] | None = None
-        """Tensors that change in place, by their ids; None before a micro-batch has shown them."""
         self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
@@ -74,7 +65,7 @@ class MicroBatchState:
         self._tensors = tensors
         self._random = RandomState(tensors.devices)
         self._held = HeldState(tensors.state)
-        self._copies = self._copied()
+        self._copies = [(each, version_of(each), _copied(each)) for each in self._held.tensors]
         self._all_parameters = self._held.parameters
         self._versions = versions_of(self._all_parameters)
         self._parameters = [each for each in self._all_parameters if each.is_leaf]
@@ -85,31 +76,6 @@ class MicroBatchState:
         :meth:`reason_not_undone`."""
         self.has_written = False
         """True if any gradient was written; known likewise."""
-
-    def learn(self) -> None:
-        """See what the micro-batch, which is over, has changed in place, if that is not known."""
-        if self._tensors.changing is None:
-            self._tensors.changing = {}
-            for ref, version, copy in self._copies:
-                tensor = ref()
-                if tensor is not None and _differs(tensor, version, copy):
-                    self._tensors.changing[id(tensor)] = ref
-
-    def _copied(self) -> list[_Copied]:
-        """Return the tensors that are no parameters, with copies of those that may change."""
-        changing, found = self._tensors.changing, []
-        for ref in self._held.tensors:
-            tensor = ref()
-            assert tensor is not None
-            copy = None
-            if not has_storage(tensor) or tensor.is_meta:
-                pass
-            elif changing is None:  # to the host, where copies take no memory of a device
-                copy = tensor.detach().to("cpu", copy=True)
-            elif (known := changing.get(id(tensor))) is not None and known() is tensor:
-                copy = tensor.detach().clone()
-            found.append((ref, version_of(tensor), copy))
-        return found
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -150,13 +116,9 @@ class MicroBatchState:
         return self._reason_of_tensors() or self._held.reason_not_undone()
 
     def _reason_of_tensors(self) -> str:
-        for ref, version, copy in self._copies:
-            tensor = ref()
-            if tensor is not None and copy is None and version_of(tensor) != version:
-                if self._tensors.changing is not None:
-                    self._tensors.changing[id(tensor)] = ref
-                name = self._held.name_of(tensor)
-                return f"{name} was changed in place, which had not changed before"
+        for tensor, version, copy in self._copies:
+            if copy is None and version_of(tensor) != version:
+                return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
         return ""
 
     def have_weights_changed(self) -> bool:
@@ -207,18 +169,17 @@ class MicroBatchState:
                 parameter.grad = before
         self._held.undo()
         with torch.no_grad():
-            for ref, version, copy in self._copies:
-                tensor = ref()
-                if tensor is not None and copy is not None and _differs(tensor, version, copy):
+            for tensor, _, copy in self._copies:
+                if copy is not None and not torch.equal(tensor, copy):
                     tensor.copy_(copy)
         self._random.restore()
 
 
-def _differs(tensor: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
-    """Say whether *tensor* was written since, of which there was that *version*, or a *copy*."""
-    if version_of(tensor) != version:
-        return True
-    return copy is not None and not torch.equal(tensor.to(copy.device), copy)
+def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of *tensor*, if it is small and has bytes."""
+    if not has_storage(tensor) or tensor.is_meta or tensor.nbytes > MOST_BUFFER_BYTES:
+        return None
+    return tensor.detach().clone()
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -233,11 +194,6 @@ def _note(
 
     The references are weak: a gradient that is deleted meanwhile frees its memory.
     """
-    if gradients and gradients[0] is not None:
-        try:  # mostly all are there, or none is
-            return list(map(weakref.ref, gradients)), list(map(_VERSION, gradients))  # type: ignore[arg-type]
-        except (TypeError, AttributeError):
-            pass
     return (
         [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
         [0 if gradient is None else gradient._version for gradient in gradients],
