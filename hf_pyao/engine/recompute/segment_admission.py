@@ -15,7 +15,7 @@ from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.runtime.lifecycle import COMPILED
 from hf_pyao.engine.runtime.tape import Layer
 from hf_pyao.engine.transfer.layout import has_storage
-from hf_pyao.training_engines import is_compiled
+from hf_pyao.training_engines import compiled_part
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Names under which transformers' layers get a cache of keys and values, the newest first."""
@@ -51,11 +51,11 @@ class Admission:
     ) -> StateOfCall | None:
         """Return what a call of *layer* has found; None if it is refused, which is logged."""
         reason = self._refusals.get(module) or reason_of_modes_and_hooks()
-        reason = reason or _reason_to_refuse(module, args, kwargs, is_compiling)
+        state = self._states.get(module)
+        if state is None:
+            state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
+        reason = reason or _reason_to_refuse(state.modules(), args, kwargs, is_compiling)
         if not reason:
-            state = self._states.get(module)
-            if state is None:
-                state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
             found = state.now(objects_in((args, kwargs)))
             reason = found.reason_unknown()
             if not reason:
@@ -102,13 +102,13 @@ def _is_computed(weight: Any) -> bool:
 
 
 def _reason_to_refuse(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
+    modules: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
 ) -> str:
-    """Say why a layer cannot run again; empty if it can."""
-    children = list(module.modules())
-    if is_compiling or any(map(is_compiled, children)):
+    """Say why a layer, the first of *modules*, cannot run again; empty if it can."""
+    module = modules[0]
+    if is_compiling or compiled_part(module) is not None:
         return f"{COMPILED} saves what it was compiled to save"
-    if any(_is_computed(weight) for each in children for weight in each._parameters.values()):
+    if any(_is_computed(weight) for each in modules for weight in each._parameters.values()):
         return "its weights are computed (torch.func.functional_call), and gone after its forward"
     hidden = hidden_states_of(args, kwargs)
     if hidden is None or not has_storage(hidden):

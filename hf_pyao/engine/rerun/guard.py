@@ -47,7 +47,9 @@ _ENGINES = frozenset({"torch", "hf_pyao", "accelerate", "deepspeed", "bitsandbyt
 """Packages whose objects hold what is no state of a forward: hooks, handles of sharded weights."""
 _MOST_ITEMS = 256
 _MOST_ARRAY_BYTES = 4096
-_HOOKS = operator.itemgetter(*[name for name in _OF_TORCH if name.endswith("hooks")])
+_HOOKS = operator.itemgetter(
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
 _CHILDREN = operator.itemgetter("_modules")
 _HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _NO_HOOKS = (None, None)
@@ -60,6 +62,8 @@ class Look(NamedTuple):
 
     attributes: list[dict[str, Any]]
     """A copy of each module's dictionary."""
+    values: list[Any]
+    """What these hold beside torch's own tables."""
     holders: list[Any]
     """Containers and objects among what the attributes hold."""
     items: list[Any]
@@ -69,7 +73,7 @@ class Look(NamedTuple):
     tensors: list[Tensor]
     """Those among all of it, other than parameters and buffers."""
     versions: list[int]
-    """Of these tensors."""
+    """Of these tensors, at that moment."""
     arrays: list[bytes]
     num_children: list[int]
     """How many sub-modules each module has."""
@@ -104,6 +108,7 @@ class Guard:
         parameters = [p for each in held for p in each["_parameters"].values() if p is not None]
         return Look(
             attributes,
+            values,
             holders,
             items,
             sizes,
@@ -149,7 +154,7 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
         now: a later one, at the same modules.
         names: returns the names of these modules, for messages.
     """
-    if not have_same(before.attributes, now.attributes):
+    if not _are_same(before.values, now.values):
         for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
             for key in dict.fromkeys((*then, *after)):
                 old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
@@ -157,8 +162,9 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
                     continue
                 if not (is_ours(old) or is_ours(new)):
                     return path_of(names, at, key)
-    are_same = all(map(operator.is_, before.items, now.items))
-    if before.sizes != now.sizes or not (are_same or all(map(_is_same, before.items, now.items))):
+    if before.sizes != now.sizes or not (
+        _are_same(before.items, now.items) or all(map(_is_same, before.items, now.items))
+    ):
         return _changed_holder(before, now)
     if before.arrays != now.arrays:
         return "an array that it holds"
@@ -166,9 +172,7 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
         return "hooks on its modules or parameters"
     if before.num_children != now.num_children:
         return "its sub-modules"
-    versions = dict(zip(map(id, now.tensors), now.versions, strict=True))
-    written = zip(before.tensors, before.versions, strict=True)
-    if any(versions.get(id(each), version) != version for each, version in written):
+    if list(map(version_of, before.tensors)) != before.versions:
         return "a tensor that it holds, in place"
     return ""
 
@@ -195,7 +199,7 @@ def is_ours(value: Any) -> bool:
 
 def results_in(before: Look, now: Look) -> list[tuple[int, str]]:
     """Return which attributes have got results: the number of the module, and the name."""
-    if have_same(before.attributes, now.attributes):
+    if _are_same(before.values, now.values):
         return []
     return [
         (at, key)
@@ -205,8 +209,13 @@ def results_in(before: Look, now: Look) -> list[tuple[int, str]]:
     ]
 
 
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    """Say whether two lists hold the very same objects; without a loop in Python."""
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
 def have_same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """Say whether all attributes hold the very same objects; without a loop in Python."""
+    """Say whether all tables hold the very same objects; without a loop in Python."""
     if list(map(len, before)) != list(map(len, now)):
         return False
     return all(
@@ -244,14 +253,15 @@ def items_in(holders: Iterable[object], tensors: list[Tensor]) -> tuple[list[Any
     for holder, is_outer in pending:
         reader = _reader_of(type(holder))
         items = [] if reader is None else list(islice(reader(holder), _MOST_ITEMS + 1))
-        sizes.append(len(holder) if isinstance(holder, _CONTAINERS) else len(items))
+        is_container = _is_container(type(holder))
+        sizes.append(len(holder) if is_container else len(items))  # type: ignore[arg-type]
         if len(items) > _MOST_ITEMS:
             continue
         found += items
         kinds = set(map(type, items))
         if any(map(_is_tensor, kinds)):
             tensors += [each for each in items if isinstance(each, Tensor)]
-        if is_outer and isinstance(holder, _CONTAINERS) and any(map(_reader_of, kinds)):
+        if is_outer and is_container and any(map(_reader_of, kinds)):
             pending += [(each, False) for each in items if _reader_of(type(each)) is not None]
     return found, sizes
 
@@ -287,7 +297,8 @@ def _reader_of(kind: Any) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def _in_object(value: Any) -> Iterable[Any]:
-    attributes: dict[str, Any] = vars(value)
+    # Not by `vars`: configurations of transformers look at each attribute that is asked for.
+    attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     return attributes.values()
 
 
@@ -297,6 +308,12 @@ def _in_module(module: nn.Module) -> Iterable[Any]:
 
 def _behind_method(method: types.MethodType) -> Iterable[Any]:
     return items_in([method.__self__], [])[0]
+
+
+@_by_type
+def _is_container(kind: Any) -> bool:
+    """Say so; `isinstance` would ask an object that is none for its class."""
+    return issubclass(kind, _CONTAINERS)
 
 
 @_by_type

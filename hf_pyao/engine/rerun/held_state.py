@@ -29,7 +29,7 @@ class HeldState:
         self._modules = state.modules()
         self._look = look = state.guard.look(self._modules)
         self._tables = list(map(dict.copy, chain.from_iterable(map(_TABLES, look.attributes))))
-        self.parameters: list[Parameter] = tensors_in(self._tables[::3])
+        self.parameters: list[Parameter] = list(dict.fromkeys(tensors_in(self._tables[::3])))
         """Those that there were, each once."""
         self._are_trained = list(map(_IS_TRAINED, self.parameters))
         self.tensors: list[Tensor] = [*tensors_in(self._tables[1::3]), *look.tensors]
@@ -40,10 +40,11 @@ class HeldState:
 
     def reason_not_undone(self) -> str:
         """Return why :meth:`undo` cannot bring all of it back, or an empty string."""
-        items, sizes = items_in(self._look.holders, [])
+        before = self._look._replace(tensors=[], versions=[])  # these are put back
+        items, sizes = items_in(before.holders, [])
         now = self._state.guard.look(self._modules)
-        as_was = self._look._replace(items=items, sizes=sizes, arrays=now.arrays, hooks=now.hooks)
-        changed = change(self._look, as_was)
+        as_was = before._replace(items=items, sizes=sizes, arrays=now.arrays, hooks=now.hooks)
+        changed = change(before, as_was)
         return changed and f"it changes {changed}, which cannot be undone"
 
     def name_of(self, tensor: Tensor) -> str:

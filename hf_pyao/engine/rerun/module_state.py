@@ -103,6 +103,7 @@ class StateOfCall:
         self._are_training = list(map(_IS_TRAINING, attributes))
         self._tables = list(map(dict.copy, chain.from_iterable(map(_TABLES, attributes))))
         """Parameters and buffers of each module."""
+        self._has_buffers = any(self._tables[1::2])
         self._tensors = tensors_in(self._tables)
         self._versions = versions_of(self._tensors)
         self._are_trained = list(map(_IS_TRAINED, self._tensors))
@@ -121,7 +122,8 @@ class StateOfCall:
     def reason_unknown(self) -> str:
         """Return why the call cannot run again, whatever it does; empty if there is no reason."""
         assert self._look is not None
-        if any(each.grad_fn is not None for each in tensors_in(self._tables[1::2])):
+        buffers = tensors_in(self._tables[1::2]) if self._has_buffers else ()
+        if any(each.grad_fn is not None for each in buffers):
             return "it holds a buffer that backward goes through"
         if self._arguments and any(each.grad_fn is not None for each in self._look.tensors):
             return "an object that it is given holds a tensor that backward goes through"
@@ -140,7 +142,7 @@ class StateOfCall:
     def _written_tensor(self) -> str:
         """Name a parameter that was written, or a buffer of which there is no copy."""
         live = list(chain.from_iterable(map(_TABLES, map(vars, self._modules))))
-        is_same = have_same(self._tables, live)
+        is_same = not self._has_buffers or have_same(self._tables, live)
         if is_same and versions_of(self._tensors) == self._versions:
             return ""
         versions = dict(zip(map(id, self._tensors), self._versions, strict=True))
@@ -255,10 +257,8 @@ def train(parameters: Sequence[Tensor], are_trained: list[bool]) -> None:
 
 
 def tensors_in(tables: list[Table]) -> list[Any]:
-    """Return the tensors in *tables*, each once."""
-    found = dict.fromkeys(chain.from_iterable(map(dict.values, tables)))
-    found.pop(None, None)
-    return [each for each in found if each is not None]
+    """Return the tensors in *tables*."""
+    return [each for each in chain.from_iterable(map(dict.values, tables)) if each is not None]
 
 
 def fill(tables: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
