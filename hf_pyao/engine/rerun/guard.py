@@ -79,20 +79,29 @@ class Look(NamedTuple):
     """How many sub-modules each module has."""
     hooks: list[Any]
     """How many there are on each module, and which on each parameter."""
+    ours: list[tuple[int, str]]
+    """Attributes that this package has put on modules: number of the module, and name."""
+
+
+class _Places(NamedTuple):
+    """Where there is more to look at among the values of attributes, by their types."""
+
+    types: list[type]
+    holders: list[int]
+    tensors: list[int]
+    arrays: list[int]
+    unsteady: list[int]
+    ours: list[tuple[int, str]]
 
 
 class Guard:
-    """Looks at what modules hold; see [Note: Guards]. It holds nothing of it itself."""
+    """Looks at what modules hold; see [Note: Guards]. It holds nothing of it itself.
+
+    Threads may look at once.
+    """
 
     def __init__(self) -> None:
-        self._types: list[type] = []
-        """Of all attributes at the last look. They tell where to look further:"""
-        self._holders: list[int] = []
-        self._tensors: list[int] = []
-        self._arrays: list[int] = []
-        self._unsteady: list[int] = []
-        self.ours: list[tuple[int, str]] = []
-        """Attributes that this package has put on modules: number of the module, and name."""
+        self._places = _Places([], [], [], [], [], [])
 
     def look(self, modules: Iterable[nn.Module], also: Iterable[object] = ()) -> Look:
         """Return what *modules*, and objects *also*, hold at the moment."""
@@ -100,10 +109,11 @@ class Guard:
         attributes = list(map(dict.copy, held))
         values = list(chain.from_iterable(map(_own, attributes)))
         kinds = list(map(type, values))
-        if kinds != self._types:
-            self._find(attributes, kinds)
-        tensors = [values[at] for at in self._tensors]
-        holders = [*{id(values[at]): values[at] for at in self._holders}.values(), *also]
+        places = self._places
+        if kinds != places.types:
+            places = self._places = _places_in(attributes, kinds)
+        tensors = [values[at] for at in places.tensors]
+        holders = [*{id(values[at]): values[at] for at in places.holders}.values(), *also]
         items, sizes = items_in(holders, tensors)
         parameters = [p for each in held for p in each["_parameters"].values() if p is not None]
         return Look(
@@ -114,17 +124,18 @@ class Guard:
             sizes,
             tensors,
             list(map(version_of, tensors)),
-            [_bytes_of(values[at]) for at in self._arrays],
+            [_bytes_of(values[at]) for at in places.arrays],
             list(map(len, map(_CHILDREN, held))),
             [
                 *map(len, chain.from_iterable(map(_HOOKS, held))),
                 *_hooks_on(parameters),
             ],
+            places.ours,
         )
 
     def reason_never(self, look: Look, names: Callable[[], Sequence[str]]) -> str:
         """Say why no call may run again, whatever it does; empty if there is no such reason."""
-        if not self._unsteady and not any(map(_is_unsteady, set(map(type, look.items)))):
+        if not self._places.unsteady and not any(map(_is_unsteady, set(map(type, look.items)))):
             return ""
         for at, attributes in enumerate(look.attributes):
             for key, value in islice(attributes.items(), _NUM, None):
@@ -135,15 +146,22 @@ class Guard:
                         return f"{name} is a {kind}, whose position cannot be put back"
         return ""
 
-    def _find(self, attributes: list[dict[str, Any]], kinds: list[type]) -> None:
-        """Find out where there is more to look at."""
-        self._types = kinds
-        places = [(at, k) for at, each in enumerate(attributes) for k in islice(each, _NUM, None)]
-        self.ours = [place for place, kind in zip(places, kinds, strict=True) if is_ours(kind)]
-        self._tensors = [at for at, kind in enumerate(kinds) if _is_tensor(kind)]
-        self._holders = [at for at, kind in enumerate(kinds) if _reader_of(kind) is not None]
-        self._arrays = [at for at, kind in enumerate(kinds) if _is_array(kind)]
-        self._unsteady = [at for at, kind in enumerate(kinds) if _is_unsteady(kind)]
+
+def _places_in(attributes: list[dict[str, Any]], kinds: list[type]) -> _Places:
+    keys = [(at, key) for at, each in enumerate(attributes) for key in islice(each, _NUM, None)]
+    return _Places(
+        kinds,
+        [at for at, kind in enumerate(kinds) if _reader_of(kind) is not None],
+        [at for at, kind in enumerate(kinds) if _is_tensor(kind)],
+        [at for at, kind in enumerate(kinds) if _is_array(kind)],
+        [at for at, kind in enumerate(kinds) if _is_unsteady(kind)],
+        [key for key, kind in zip(keys, kinds, strict=True) if _stays_on(kind)],
+    )
+
+
+def _stays_on(kind: type) -> bool:
+    """Say whether it is of this package, and on a module for longer than a call."""
+    return is_ours(kind) and kind.__module__ != "hf_pyao.model.patching.exchanged_forwards"
 
 
 def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -> str:

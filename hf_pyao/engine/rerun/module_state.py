@@ -113,7 +113,7 @@ class StateOfCall:
             if (each := self._tables[at].get(name)) is not None
         }
         """Of buffers, by their ids."""
-        self._ours = [(at, key, attributes[at][key]) for at, key in state.guard.ours]
+        self._ours = [(at, key, attributes[at][key]) for at, key in self._look.ours]
         """What this package has put on modules: a layer runs again with the same."""
         self._results: list[tuple[int, str]] = []
 
