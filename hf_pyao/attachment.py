@@ -210,7 +210,7 @@ def _wire(
         auto_summary=weakly(deciding.summary, ""),  # a record outlives its offloader
         levers=lambda: switch.levers,
     )
-    guard = SecondRunGuard(check, deciding.without_second_runs)
+    guard = SecondRunGuard(model, check, deciding.without_second_runs)
 
     def before_forward() -> None:
         guard.before_forward()

@@ -244,9 +244,6 @@ WRITTEN_ELSEWHERE = {
     ("engine/runtime/packing.py", "table"),  # asked, by its own methods
     ("engine/recompute/tracing.py", "outputs"),  # of an operation, each time that one has run
     ("engine/stores/host_pool.py", "use"),  # of a buffer: whom the pool has lent it to
-    # What an inventory has found: the walk makes it and fills it.
-    *(("engine/rerun/walk.py", name) for name in ("holders", "empty", "parameters", "tensors")),
-    *(("engine/rerun/walk.py", name) for name in ("generators", "unknown", "hook_tables")),
     # A dictionary for what users add to a report; it is public.
     *((file, "report_extra") for file in ("auto/offloader.py", "hf/callback.py")),
     ("plan/documents/run.py", "report_extra"),

@@ -321,6 +321,9 @@ class Offloader:
         the report is written when the model goes or the process ends.
 
         An interrupt is raised when all is removed; should another one come, call it again.
+
+        Raises:
+            RecomputationError: when all is removed: gradients were wrong that no step has read yet.
         """
         error = sys.exc_info()[1]
         error = None if id(error) == self._error_at_start else error
@@ -340,6 +343,8 @@ class Offloader:
             raise
         if has_run:
             self._end_record(outcome)
+        if error is None:
+            self._guard.raise_if_wrong()
 
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""

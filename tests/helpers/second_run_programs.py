@@ -103,7 +103,7 @@ class Program:
             (chooser.randrange(3), chooser.randrange(2)) if chooser.random() < 0.05 else None
         )
         chosen = chooser.choice(CONFIGS)
-        self.settings = {"verify_recompute": "off", **(chosen if settings is None else settings)}
+        self.settings = {"verify_recompute": "always", **(chosen if settings is None else settings)}
         self.config = PyAOConfig.from_dict({**EVERY_LAYER.to_dict(), **self.settings})
         self.dtype = torch.float64 if "mlp_tiles" in self.settings else torch.float32
 

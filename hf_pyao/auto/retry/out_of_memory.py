@@ -122,20 +122,16 @@ class MicroBatchRunner:
         while True:
             try:
                 result = attempt.run(function)
-                if not self._must_run_again(attempt):
-                    return result
-                del result
+                self._guard.raise_if_wrong()
+                return result
             except OutOfDeviceMemoryError as error:
                 self._end(f"{error}")
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
             except Exception as error:
-                if self._can_take_back(error, attempt):
-                    self._take_back(error, attempt)
-                else:
-                    self._look_for_alarm(error)
-                    raise
+                self._look_for_alarm(error)
+                raise
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()  # again: what was released may have changed something
@@ -145,37 +141,6 @@ class MicroBatchRunner:
                     f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.",
                     key="out-of-memory-not-repeatable",
                 )
-
-    def _must_run_again(self, attempt: _Attempt) -> bool:
-        """Say whether *attempt*, which has ended, must run again, without second runs of layers.
-
-        Raises:
-            RecomputationError: it must, and cannot.
-        """
-        wrong = self._guard.find_wrong()
-        if not wrong:
-            return False
-        reason = attempt.reason_not_undone(self._model())
-        if attempt.has_run_without:
-            reason = reason or "it has run again already"
-        attempt.has_run_without = True
-        self._guard.do_without_second_runs(wrong, reason)
-        (self._lifecycle() or self._engine).give_up(attempt.since)
-        return True
-
-    def _can_take_back(self, error: Exception, attempt: _Attempt) -> bool:
-        """Say whether the second run of a layer has failed, and the micro-batch can do without."""
-        if not self._guard.has_failed or attempt.has_run_without:
-            return False
-        return not attempt.reason_not_again(error, self._model())
-
-    def _take_back(self, error: Exception, attempt: _Attempt) -> None:
-        """Run each layer once, in the next try and afterwards."""
-        attempt.has_run_without = True
-        attempt.undo()
-        self._guard.take_back()
-        _let_go(error, attempt.outer_error)
-        (self._lifecycle() or self._engine).give_up(attempt.since)
 
     def _make_room(
         self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
@@ -252,8 +217,6 @@ class _Attempt:
         self.since = since
         """Forwards that the engine had seen when it began."""
         self.num_tries = 0
-        self.has_run_without = False
-        """True once it was to run again without second runs of layers."""
         self.outer_error = sys.exc_info()[1]
         """What was being handled when it began, which is not its own."""
         self._newest_backward = newest_backward
@@ -278,7 +241,6 @@ class _Attempt:
                 "changes gradients, and nothing that differs from run to run.",
                 key="second-run-differs",
             )
-        self._state.learn()
         return result
 
     def reason_not_again(self, error: BaseException, model: nn.Module | None) -> str:
@@ -301,18 +263,6 @@ class _Attempt:
             or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
             or self._reason_of_others(num_backwards, trace, in_backward=in_backward)
         )
-
-    def reason_not_undone(self, model: nn.Module | None) -> str:
-        """Say why what it has done, to its end, cannot be undone, or return an empty string."""
-        if model is None:
-            return "the model is gone"
-        if process_rank().num_ranks > 1 and num_collectives() != self._collectives:
-            return "it has exchanged data with other ranks"
-        self._has_run_backward = True
-        reason = self._state.reason_not_undone(after_backward=True, in_backward=True)
-        if not reason and self._state.added:
-            reason = "gradients that were there before it have been added to"
-        return reason or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
 
     def have_weights_changed(self) -> bool:
         """Say whether a backward has changed weights without a version telling."""

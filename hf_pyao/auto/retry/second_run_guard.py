@@ -1,7 +1,9 @@
 """Checks whether second runs failed, or gave backward other bits than first runs.
 
-Bits are checked before an optimizer steps, failures before the next forward, and both after a
-micro-batch that can run again. ``recompute.verification`` compares bits and notes failures.
+Bits are checked before an optimizer steps, at the end of a micro-batch that ``run_micro_batch``
+runs, and as the model is detached; failures before the next forward. ``recompute.verification``
+compares bits and notes failures. A micro-batch whose second runs differ is not repeated: the state
+that made them differ has moved on, so that it would be another one.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_pyao.engine.recompute.verification import SecondRunCheck, Wrong
@@ -27,16 +30,20 @@ _WhatIsDone: TypeAlias = Callable[[Collection[Wrong], str], str]
 
 
 class SecondRunGuard:
-    """Reads a check before each step and forward, and after micro-batches that can run again.
+    """Reads a check before each step and forward, after micro-batches, and at the end.
 
     Args:
+        model: whose gradients are discarded where they are wrong; held weakly.
         check: compares second runs with first runs.
         without_second_runs: has layers run once from the next forward on; given those that ran
             wrongly, and a sentence that says so, returns what is done from then on, to follow "from
             now on".
     """
 
-    def __init__(self, check: SecondRunCheck, without_second_runs: _WhatIsDone) -> None:
+    def __init__(
+        self, model: nn.Module, check: SecondRunCheck, without_second_runs: _WhatIsDone
+    ) -> None:
+        self._model = weakref.ref(model)
         self._check = check
         self._without_second_runs = without_second_runs
         self._said_unsteady: set[str] = set()
@@ -66,53 +73,21 @@ class SecondRunGuard:
         self._check.forget()
 
     def raise_if_wrong(self) -> None:
-        """Read what was compared since the last time.
+        """Read what was compared since the last time, and discard gradients that are wrong.
 
-        The host waits for the device only if something was.
+        The host waits for the device only if something was compared.
 
         Raises:
             RecomputationError: a second run gave backward other bits than the first run.
         """
-        wrong = self.find_wrong()
+        wrong = self._check.read()
+        self._say_unsteady()
         if wrong:
             done = self._without_second_runs(wrong, _DIFFERS)
-            raise _wrong(wrong, "the optimizer has not stepped", done)
-
-    def do_without_second_runs(self, wrong: Sequence[Wrong], reason_not_undone: str) -> None:
-        """Have layers run once, so that a micro-batch can run again that has just ended.
-
-        Args:
-            wrong: what :meth:`find_wrong` has returned for it.
-            reason_not_undone: why it cannot run again; empty if it can.
-
-        Raises:
-            RecomputationError: it cannot.
-        """
-        done = self._without_second_runs(wrong, _DIFFERS)
-        if reason_not_undone:
-            raise _wrong(wrong, f"it cannot run again, since {reason_not_undone}", done)
-        warn(
-            logger,
-            "second-run-differs",
-            "%s. The micro-batch runs again: from now on %s.",
-            _described(wrong),
-            done,
-        )
-
-    @property
-    def has_failed(self) -> bool:
-        """True if a second run has ended with an error, and layers run again still."""
-        return self._check.has_failed
-
-    def take_back(self) -> None:
-        """Have layers run once, since the second run of one has failed in a micro-batch."""
-        self.forget()
-        warn(
-            logger,
-            "second-run-differs",
-            "%s. The micro-batch runs again.",
-            self._do_without_failed(),
-        )
+            model = self._model()
+            if model is not None:
+                model.zero_grad()
+            raise _wrong(wrong, done)
 
     def before_forward(self) -> None:
         """Have layers run once in this forward if the second run of one has failed before it.
@@ -120,19 +95,17 @@ class SecondRunGuard:
         In a loop of the user's own, the error has ended a backward; going on is up to the loop.
         """
         if self._check.has_failed:
-            warn(logger, "second-run-differs", "%s.", self._do_without_failed())
-
-    def _do_without_failed(self) -> str:
-        failed = self._check.take_failed()
-        done = self._without_second_runs(failed, _FAILED)
-        why = next(iter(failed.values()), "")
-        return f"{_names(failed)} could not run again in backward ({why}): from now on {done}"
-
-    def find_wrong(self) -> Sequence[Wrong]:
-        """Return the layers that gave other tensors in their second run than in forward."""
-        wrong = self._check.read()
-        self._say_unsteady()
-        return wrong
+            failed = self._check.take_failed()
+            done = self._without_second_runs(failed, _FAILED)
+            why = next(iter(failed.values()), "")
+            warn(
+                logger,
+                "second-run-differs",
+                "%s could not run again in backward (%s): from now on %s.",
+                _names(failed),
+                why,
+                done,
+            )
 
     def _say_unsteady(self) -> None:
         fresh = [name for name in self._check.unsteady_layers if name not in self._said_unsteady]
@@ -148,10 +121,6 @@ class SecondRunGuard:
             )
 
 
-def _described(wrong: Sequence[Wrong]) -> str:
-    return f"{_names(wrong)} saved other tensors in the second run than in forward"
-
-
 def _names(wrong: Collection[Wrong]) -> str:
     layers = list(dict.fromkeys(each.layer for each in wrong))
     names = ", ".join(map(repr, layers[:_MOST_NAMES]))
@@ -160,12 +129,13 @@ def _names(wrong: Collection[Wrong]) -> str:
     return f"layer{'' if len(layers) == 1 else 's'} {names}"
 
 
-def _wrong(wrong: Sequence[Wrong], what: str, done: str) -> RecomputationError:
+def _wrong(wrong: Sequence[Wrong], done: str) -> RecomputationError:
     return RecomputationError(
-        f"{_described(wrong)}: the gradients of this micro-batch are wrong, and {what}. Call "
-        f"zero_grad() before you go on; from the next forward on {done}. A layer that runs again "
-        "must compute the same each time that it gets the same: state outside of the model, "
-        "clocks and files are not put back. For this model give checkpoint_every=0, "
-        "mlp_tiles='off' and no recompute_modules. (verify_recompute='off' ends the comparison.)",
+        f"{_names(wrong)} saved other tensors in the second run than in forward: the gradients "
+        "since the last step were wrong and have been discarded, and the optimizer has not "
+        f"stepped. Repeat the step; from the next forward on {done}. A layer that runs again must "
+        "compute the same each time that it gets the same: state outside of the layer, clocks and "
+        "files are not put back. For this model give checkpoint_every=0, mlp_tiles='off' and no "
+        "recompute_modules. (verify_recompute='off' ends the comparison.)",
         key="second-run-differs",
     )

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.versions import version_of
 
 _MODULE = "transformers.cache_utils"
 _CACHES = frozenset({"DynamicCache", "EncoderDecoderCache"})

@@ -17,7 +17,7 @@ from hf_pyao.engine.recompute.trace_values import Operation, Ref, Source, Tensor
 from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.generators import exclusive_draws
-from hf_pyao.engine.rerun.modes import default_device, modes_of_forward
+from hf_pyao.engine.rerun.modes import reason_of_dispatch_modes, refuse_under
 from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_settings
 from hf_pyao.engine.runtime.saved_tensor import RebuiltStorage, SavedStorage
 from hf_pyao.engine.runtime.slots import Slot
@@ -212,13 +212,15 @@ class _Run:
 
     def run_all(self) -> None:
         """Run all that was not run yet."""
+        refuse_under(reason_of_dispatch_modes())
         operations = _in_order(self._target)
         before, has_grad = current_settings(), torch.is_grad_enabled()
         settings = before
         try:
             torch._C._set_grad_enabled(False)
             # Operations are noted below autocast: their arguments have been cast already.
-            with torch._C._DisableAutocast(), modes_of_forward(default_device()):
+            # Modes of functions have done to them what they do.
+            with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
                 for operation in operations:
                     if operation.settings is not settings:
                         apply_settings(settings, operation.settings)

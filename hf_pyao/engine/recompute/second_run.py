@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.engine.recompute.verification import FarEnoughError, ForwardCheck, Noted
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task

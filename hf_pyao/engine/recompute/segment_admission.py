@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from hf_pyao.engine.recompute.noted_caches import why_not_noted
 from hf_pyao.engine.recompute.segment_calls import objects_in
-from hf_pyao.engine.rerun.kinds import Kinds
-from hf_pyao.engine.rerun.layer_state import LayerState, StateOfCall
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.runtime.lifecycle import COMPILED
 from hf_pyao.engine.runtime.tape import Layer
 from hf_pyao.engine.transfer.layout import has_storage
-from hf_pyao.training_engines import is_compiled
+from hf_pyao.training_engines import compiled_part
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Names under which transformers' layers get a cache of keys and values, the newest first."""
@@ -33,8 +32,9 @@ class Admission:
         self.refused = ""
         """Why a layer did not run again, where it should have; empty if none was refused."""
         self._say = say
-        self._states: weakref.WeakKeyDictionary[nn.Module, LayerState] = weakref.WeakKeyDictionary()
-        self._kinds = Kinds()
+        self._states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = (
+            weakref.WeakKeyDictionary()
+        )
         self._refused_late: set[Layer] = set()
         """Layers of which a call was refused when it ended."""
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -51,12 +51,12 @@ class Admission:
     ) -> StateOfCall | None:
         """Return what a call of *layer* has found; None if it is refused, which is logged."""
         reason = self._refusals.get(module) or reason_of_modes_and_hooks()
-        reason = reason or _reason_to_refuse(module, args, kwargs, is_compiling)
+        state = self._states.get(module)
+        if state is None:
+            state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
+        reason = reason or _reason_to_refuse(state.modules(), args, kwargs, is_compiling)
         if not reason:
-            state = self._states.get(module)
-            if state is None:
-                state = self._states[module] = LayerState(module, layer.fqn)
-            found = state.now(objects_in((args, kwargs), self._kinds))
+            found = state.now(objects_in((args, kwargs)))
             reason = found.reason_unknown()
             if not reason:
                 return found
@@ -70,8 +70,8 @@ class Admission:
             module: the layer.
             layer: the same, for messages.
             reason: why.
-            is_final: the next calls cannot either. Else what has changed is copied from the next
-                call on, and only a second refusal is final.
+            is_final: the next calls cannot either. Else only a second refusal is final: the first
+                may be a cache that is filled at first use.
         """
         if is_final or layer in self._refused_late:
             self._refusals[module] = reason
@@ -79,10 +79,6 @@ class Admission:
         else:
             self._refused_late.add(layer)
             self._say(f"layer {layer.fqn!r} does not run again this time: {reason}", reason)
-
-    def forget(self) -> None:
-        """Let go of states: they may hold copies of tables of hooks, which hold the lifecycle."""
-        self._states.clear()
 
     def _refuse(self, layer: Layer, reason: str) -> None:
         self.refused = reason
@@ -106,13 +102,13 @@ def _is_computed(weight: Any) -> bool:
 
 
 def _reason_to_refuse(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
+    modules: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
 ) -> str:
-    """Say why a layer cannot run again; empty if it can."""
-    children = list(module.modules())
-    if is_compiling or any(map(is_compiled, children)):
+    """Say why a layer, the first of *modules*, cannot run again; empty if it can."""
+    module = modules[0]
+    if is_compiling or compiled_part(module) is not None:
         return f"{COMPILED} saves what it was compiled to save"
-    if any(_is_computed(weight) for each in children for weight in each._parameters.values()):
+    if any(_is_computed(weight) for each in modules for weight in each._parameters.values()):
         return "its weights are computed (torch.func.functional_call), and gone after its forward"
     hidden = hidden_states_of(args, kwargs)
     if hidden is None or not has_storage(hidden):

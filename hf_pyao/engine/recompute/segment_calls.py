@@ -8,12 +8,9 @@ noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without 
 would hold the graph that holds it; backward goes through the graph of the first run, and asks the
 second for values alone, so that its gradients arrive all the same.
 
-Objects that are no plain containers (dataclasses, model outputs) are given again as they are, and
-what they hold is noted like the layer's own state.
-
-[Note: State of layers]
-Parameters must not change between the two runs; if one did, that raises. All else that a call
-finds is put back for the second run: see [Note: State of modules] in ``rerun.inventory``.
+Objects that are no plain containers (dataclasses, model outputs) are given again as they are. The
+guard looks into them as into the layer's attributes: see [Note: Guards] in ``rerun.guard``. What
+the second run finds in the layer is in [Note: State of modules] in ``rerun.module_state``.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, hold, is_kno
 from hf_pyao.engine.recompute.operations import Rules
 from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import accelerators_in
-from hf_pyao.engine.rerun.kinds import Kind, Kinds
-from hf_pyao.engine.rerun.layer_state import StateOfCall
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.guard import is_looked_into
+from hf_pyao.engine.rerun.module_state import StateOfCall
+from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.errors import SavedTensorModifiedError
@@ -86,7 +83,7 @@ def _has_attributes(value: Any) -> bool:
     )
 
 
-def objects_in(values: Any, kinds: Kinds) -> list[object]:
+def objects_in(values: Any) -> list[object]:
     """Return the objects in *values* that may change, apart from tensors and plain containers."""
     found: list[object] = []
     pending = [values]
@@ -96,7 +93,7 @@ def objects_in(values: Any, kinds: Kinds) -> list[object]:
             continue
         if isinstance(value, dict | list | tuple) and not _has_attributes(value):
             pending.extend(value.values() if isinstance(value, dict) else value)
-        elif kinds[type(value)] > Kind.MODULE:
+        elif is_looked_into(value):
             found.append(value)
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,34 +18,7 @@ from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.transfer.layout import is_plain
 
 
-class Keeper(Protocol):
-    """Keeps what a segment saves until backward asks for it."""
-
-    rules: Rules
-    """Of operators."""
-
-    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, the input of *call*."""
-        ...
-
-    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, which the sub-module that runs has made."""
-        ...
-
-    def give(self, handle: Handle, call: LayerCall) -> Tensor:
-        """Give it back to the backward of *call*."""
-        ...
-
-    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
-        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
-        ...
-
-    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
-        """Count *tensor*, which *call* saves and which is made again instead."""
-        ...
-
-
-class EngineKeeper:
+class Keeper:
     """Has the engine keep the inputs of segments, as what their first layer saves."""
 
     def __init__(self, engine: OffloadEngine) -> None:

@@ -22,11 +22,11 @@ from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.second_run import FilledSegments, unpack
 from hf_pyao.engine.recompute.segment_admission import Admission, hidden_states_of
 from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
-from hf_pyao.engine.recompute.segment_keeper import EngineKeeper
+from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.segments import FINAL, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
 from hf_pyao.engine.rerun.generators import ExclusiveDraws
-from hf_pyao.engine.rerun.layer_state import StateOfCall
+from hf_pyao.engine.rerun.module_state import StateOfCall
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.runtime.running import Token
@@ -95,16 +95,11 @@ class SegmentLifecycle(Lifecycle):
         self._has_seen_attention = False
         super().__init__(*args, **kwargs)
         self.filled = FilledSegments()
-        self._keeper = EngineKeeper(self.engine)
+        self._keeper = Keeper(self.engine)
         self._here = _Here()
         self._admission = Admission(weakly(self._say_once, None))
         self._has_looked_for_sharding = False
         self._said: set[str] = set()
-
-    def remove(self) -> None:
-        """Take everything down. Forwards that wait for their backward keep what they noted."""
-        super().remove()
-        self._admission.forget()
 
     @property
     def refused(self) -> str:

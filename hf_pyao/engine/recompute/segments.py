@@ -58,17 +58,18 @@ from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
 from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.graph_task import NO_TASK
-from hf_pyao.engine.transfer.layout import has_storage
+from hf_pyao.engine.transfer.layout import has_bytes, has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 
 CHANGES_INPUT = "it changes in place what it is given"
 SAVES_NO_STORAGE = "it saves a sparse or nested tensor, which has no bytes to compare"
-FINAL = (CHANGES_INPUT, SAVES_NO_STORAGE)
+SAVES_UNDER_TRACING = "it saves tensors while a graph is traced (torch.func.linearize)"
+FINAL = (CHANGES_INPUT, SAVES_NO_STORAGE, SAVES_UNDER_TRACING)
 """Reasons for which the next calls cannot run again either."""
 
 
@@ -168,8 +169,8 @@ class Segment:
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:
             return streamed
-        if not has_storage(tensor):
-            self._reason = SAVES_NO_STORAGE
+        if not has_storage(tensor) or not has_bytes(tensor):
+            self._reason = SAVES_UNDER_TRACING if has_storage(tensor) else SAVES_NO_STORAGE
             return self._parts[-1].hold(self, tensor)
         if self._hidden is not None:
             self._keep_input(self._hidden)

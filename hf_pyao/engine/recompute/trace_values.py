@@ -20,7 +20,7 @@ import torch
 
 from hf_pyao.engine.recompute.operations import Kind, Rule
 from hf_pyao.engine.rerun.settings import Settings
-from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.transfer.layout import bytes_view, has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 

@@ -117,7 +117,9 @@ class ForwardCheck:
             has_projection = has_projection and not inner_tensors(tensor)
         projection = check.fingerprints.projection(tensor) if has_projection else None
         eps = torch.finfo(tensor.dtype).eps if has_projection else 0.0
-        return Noted(layer, check.fingerprints.of(tensor), projection, eps)
+        is_compared = not _is_workspace(tensor)
+        fingerprint = check.fingerprints.of(tensor) if is_compared else _no_bits(tensor.device)
+        return Noted(layer, fingerprint, projection, eps)
 
     def compare(self, first: Sequence[Noted], second: Sequence[Noted]) -> None:
         """Compare what was noted of tensors of a first run with the same of a second run.
@@ -139,6 +141,18 @@ class ForwardCheck:
         for (layer, device), (before, now) in _grouped(first, second).items():
             counters = self._check.counters_on(device, layer)
             counters[_UNSTEADY, layer] += _differences(before, now).sum()
+
+
+def _is_workspace(tensor: Tensor) -> bool:
+    """Say whether *tensor* is memory that a kernel kept for its backward, as of an LSTM.
+
+    A kernel need not write all of it, so that its bits are no result.
+    """
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1
+
+
+def _no_bits(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def may_be_unsteady(devices: Sequence[torch.device]) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_pyao.engine.rerun.inventory import Noted
-from hf_pyao.engine.rerun.layer_state import StateOfCall
+from hf_pyao.engine.rerun.module_state import StateOfCall
 from hf_pyao.engine.rerun.surroundings import Surroundings
 
 
@@ -23,7 +22,7 @@ class FirstRun:
 
     def __init__(
         self,
-        state: Noted | StateOfCall,
+        state: StateOfCall,
         devices: Iterable[torch.device],
         *,
         with_random: bool = True,

@@ -12,11 +12,13 @@ threads may draw that know nothing of this (:func:`may_be_disturbed`), what draw
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,66 +197,37 @@ class RandomStates:
             yield
 
 
-class GeneratorKind(NamedTuple):
-    """How the state of a kind of generator is read and written."""
-
-    get: Callable[[Any], Any]
-    set: Callable[[Any, Any], None]
-
-
-def generator_kinds() -> dict[type, GeneratorKind]:
-    """Return the kinds of generators that an object may own."""
-    kinds: dict[type, GeneratorKind] = {
-        torch.Generator: GeneratorKind(torch.Generator.get_state, _set_torch),
-        random.Random: GeneratorKind(random.Random.getstate, random.Random.setstate),
-    }
-    numpy = _numpy_random()
-    if numpy is not None:
-        kinds[numpy.Generator] = GeneratorKind(_state_of_numpy, _set_numpy)
-        kinds[numpy.RandomState] = GeneratorKind(_state_of_old_numpy, _set_old_numpy)
-    return kinds
+def state_of(generator: Any) -> Any:
+    """Return where *generator*, of torch, Python or numpy, is."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return copy.deepcopy(_bits_of(generator).state)
 
 
-def shared_generators() -> list[Any]:
-    """Return the generators behind the functions of ``random`` and ``numpy.random``."""
-    numpy = _numpy_random()
-    found: list[Any] = [random.random, *([numpy.get_state] if numpy is not None else [])]
-    return [function.__self__ for function in found]
+def set_state(generator: Any, state: Any) -> None:
+    """Put *generator* to where :func:`state_of` has found it."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits_of(generator).state = state
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """Compare two states of a generator: tensors, or numbers and arrays in dictionaries."""
+    """Compare two states of a generator."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(
-            same_state(value, right[key]) for key, value in left.items()
-        )
-    if hasattr(left, "tobytes"):
-        return bool(left.tobytes() == right.tobytes())
-    return bool(left == right)
+    return pickle.dumps(left) == pickle.dumps(right)
+
+
+def _bits_of(generator: Any) -> Any:
+    """Return what numpy's *generator*, of either kind, draws from."""
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def _numpy_random() -> Any:
     """Return numpy's module of random numbers, if anyone has imported it."""
     return sys.modules.get("numpy.random")
-
-
-def _set_torch(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _state_of_numpy(generator: Any) -> Any:
-    return generator.bit_generator.state
-
-
-def _set_numpy(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _state_of_old_numpy(generator: Any) -> Any:
-    return generator.get_state(legacy=False)
-
-
-def _set_old_numpy(generator: Any, state: Any) -> None:
-    generator.set_state(state)

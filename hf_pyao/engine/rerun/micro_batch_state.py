@@ -8,11 +8,10 @@ at its end.
 - A gradient that was not changed stays. If another tensor has replaced it, it is put back.
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
-- What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
-  of modules] in ``inventory``. Of their tensors, only those that change are copied. The first
-  micro-batch shows which these are: all tensors are copied before it and compared after it, since
-  some kernels (batch norm's) change a tensor without changing its version. A tensor that changes
-  for the first time in a later micro-batch cannot be put back.
+- Attributes of modules, buffers, and generators that attributes hold are put back (``held_state``).
+  Where a container, an object, an array or hooks have changed, the micro-batch cannot be undone.
+- Buffers and tensors in attributes, up to 1 MiB each, are copied before each micro-batch, and put
+  back. A larger one that was written cannot be put back.
 - The default random generators are put back.
 - A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
   can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
@@ -30,12 +29,13 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
-from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.rerun.held_state import HeldState
+from hf_pyao.engine.rerun.module_state import MOST_BUFFER_BYTES, ModuleState
+from hf_pyao.engine.rerun.versions import version_of, versions_of
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")
 
 
 class ModelTensors:
@@ -46,10 +46,8 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.inventory = Inventory([model])
+        self.state = ModuleState([model], "the model")
         self.samples = WeightSamples()
-        self.knows_changing = False
-        """Whether a micro-batch has shown which tensors change in place."""
         self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
@@ -66,8 +64,11 @@ class MicroBatchState:
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
         self._random = RandomState(tensors.devices)
-        self._state = tensors.inventory.note(copies_all=not tensors.knows_changing)
-        self._parameters = [each for each in self._state.parameters if each.is_leaf]
+        self._held = HeldState(tensors.state)
+        self._copies = [(each, version_of(each), _copied(each)) for each in self._held.tensors]
+        self._all_parameters = self._held.parameters
+        self._versions = versions_of(self._all_parameters)
+        self._parameters = [each for each in self._all_parameters if each.is_leaf]
         self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
         self._samples = tensors.samples.take(self._parameters)
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -75,12 +76,6 @@ class MicroBatchState:
         :meth:`reason_not_undone`."""
         self.has_written = False
         """True if any gradient was written; known likewise."""
-
-    def learn(self) -> None:
-        """See what the micro-batch, which is over, has changed in place, if that is not known."""
-        if not self._tensors.knows_changing:
-            self._tensors.knows_changing = True
-            self._state.learn()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -104,7 +99,7 @@ class MicroBatchState:
             in_backward: whether it has failed in a backward.
         """
         self.added.clear()
-        if self._state.changed_parameter():
+        if versions_of(self._all_parameters) != self._versions:
             return "parameters were changed in it, as by an optimizer that steps in backward"
         for parameter, gradient, gradient_version in zip(
             self._parameters, self._gradients, self._gradient_versions, strict=True
@@ -118,7 +113,13 @@ class MicroBatchState:
                 return reason
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        return self._state.reason_not_undone()
+        return self._reason_of_tensors() or self._held.reason_not_undone()
+
+    def _reason_of_tensors(self) -> str:
+        for tensor, version, copy in self._copies:
+            if copy is None and version_of(tensor) != version:
+                return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
+        return ""
 
     def have_weights_changed(self) -> bool:
         """Say whether weights have changed without a version telling. It waits for the device."""
@@ -166,8 +167,19 @@ class MicroBatchState:
             before = None if noted is None else noted()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
-        self._state.undo()
+        self._held.undo()
+        with torch.no_grad():
+            for tensor, _, copy in self._copies:
+                if copy is not None and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)
         self._random.restore()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of *tensor*, if it is small and has bytes."""
+    if not has_storage(tensor) or tensor.is_meta or tensor.nbytes > MOST_BUFFER_BYTES:
+        return None
+    return tensor.detach().clone()
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -182,11 +194,6 @@ def _note(
 
     The references are weak: a gradient that is deleted meanwhile frees its memory.
     """
-    if gradients and gradients[0] is not None:
-        try:  # mostly all are there, or none is
-            return list(map(weakref.ref, gradients)), list(map(_VERSION, gradients))  # type: ignore[arg-type]
-        except (TypeError, AttributeError):
-            pass
     return (
         [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
         [0 if gradient is None else gradient._version for gradient in gradients],

@@ -17,6 +17,8 @@ from torch import nn, overrides
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
+from hf_pyao.errors import RecomputationError
+
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 GLOBAL_HOOKS = tuple(
@@ -42,11 +44,16 @@ def reason_of_dispatch_modes() -> str:
 
 def reason_of_modes_and_hooks() -> str:
     """Return why a layer that is called now cannot run a second time, or an empty string."""
+    return reason_of_modes() or _reason_of_hooks()
+
+
+def reason_of_modes() -> str:
+    """Return why operations may be others than they seem to be, in Python or below it."""
     if torch._C._len_torch_function_stack():
         reason = _reason_of("function mode", _function_modes())
         if reason:
             return reason
-    return reason_of_dispatch_modes() or _reason_of_hooks()
+    return reason_of_dispatch_modes()
 
 
 def _reason_of(kind: str, modes: list[Any]) -> str:
@@ -82,20 +89,31 @@ def default_device() -> torch.device | None:
     return None
 
 
-@contextlib.contextmanager
-def modes_of_forward(device: torch.device | None) -> Iterator[None]:
-    """Leave only harmless modes on inside of this context, and have tensors made on *device*.
+def refuse_under(reason: str) -> None:
+    """Refuse a second run under a mode of another package, which was not on in forward.
 
     Args:
-        device: :func:`default_device` in forward.
+        reason: what is on; empty if nothing is.
+
+    Raises:
+        RecomputationError: such a mode is on.
     """
-    with contextlib.ExitStack() as stack:
-        if _reason_of("function mode", _function_modes()):
-            stack.enter_context(without_function_modes(lambda mode: _is_harmless(type(mode))))
-        if reason_of_dispatch_modes():
-            stack.enter_context(_without_dispatch_modes())
-        if default_device() != device:
-            stack.enter_context(torch.device(device or "cpu"))
+    if reason:
+        raise RecomputationError(
+            f"{reason}, and a layer runs again in this backward, whose forward ran without it. "
+            "Leave the mode before backward, or give checkpoint_every=0, mlp_tiles='off' and no "
+            "recompute_modules. (A mode that only watches may say so: `only_watches = True`.)",
+            key="recompute-differs",
+        )
+
+
+@contextlib.contextmanager
+def made_on(device: torch.device | None) -> Iterator[None]:
+    """Have tensors made on *device*, :func:`default_device` in forward, inside of this context."""
+    if default_device() == device:
+        yield
+        return
+    with torch.device(device or "cpu"):
         yield
 
 
@@ -112,21 +130,3 @@ def without_function_modes(stays: Callable[[Any], bool]) -> Iterator[None]:
             torch._C._pop_torch_function_stack()
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
-
-
-@contextlib.contextmanager
-def _without_dispatch_modes() -> Iterator[None]:
-    """Take the modes of others off; torch's own (of fake tensors) stay where they are."""
-    modes: list[Any] = []
-    while reason_of_dispatch_modes():
-        modes.append(torch._C._pop_torch_dispatch_stack(None))
-    kept = [mode for mode in reversed(modes) if _is_harmless(type(mode))]
-    try:
-        for mode in kept:
-            torch._C._push_on_torch_dispatch_stack(mode)
-        yield
-    finally:
-        for _ in kept:
-            torch._C._pop_torch_dispatch_stack(None)
-        for mode in reversed(modes):
-            torch._C._push_on_torch_dispatch_stack(mode)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in, may_be_disturbed
-from hf_pyao.engine.rerun.modes import default_device, modes_of_forward
+from hf_pyao.engine.rerun.modes import default_device, made_on, reason_of_modes, refuse_under
 from hf_pyao.engine.rerun.settings import apply_settings, current_settings
 
 _KERNELS = tuple(
@@ -92,9 +92,14 @@ class Surroundings:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put them back inside of this context. Random states stay as they are left in it."""
+        """Put them back inside of this context. Random states stay as they are left in it.
+
+        Raises:
+            RecomputationError: a mode of another package is on.
+        """
         settings, kernels = current_settings(), _kernels_now()
-        with modes_of_forward(self._device), self.autocast.put_back():
+        refuse_under(reason_of_modes())
+        with made_on(self._device), self.autocast.put_back():
             try:
                 apply_settings(settings, self._settings)
                 _allow_kernels(kernels, self._kernels)

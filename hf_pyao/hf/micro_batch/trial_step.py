@@ -18,7 +18,6 @@ from torch import nn
 from hf_pyao.attachment import attach
 from hf_pyao.auto.recording.model_copy import loss_of
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.rerun.inventory import Inventory
 from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.fake_cuda.quiet import quiet
@@ -126,8 +125,7 @@ def check_undoable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise _cannot_try(f"module {name!r} has a hook that runs in backward")
-    unknown = Inventory([model]).note().reason_unknown()
-    if unknown:
+    if unknown := ModelTensors(model).state.now().reason_unknown():
         raise _cannot_try(unknown)
 
 

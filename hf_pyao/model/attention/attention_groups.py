@@ -40,7 +40,7 @@ class AttentionGroups:
         """Run attention in *groups* (``"off"``: not at all), from the next call on.
 
         A layer that runs again in backward finds what it had in forward (see [Note: State of
-        modules] in ``rerun.inventory``).
+        modules] in ``rerun.module_state``).
         """
         if groups == self.groups:
             return

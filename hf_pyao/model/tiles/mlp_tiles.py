@@ -122,7 +122,8 @@ class MLPTiles:
         """Cut into another number of tiles, from the next call of each MLP on.
 
         What answers for a module is exchanged, and not changed: a layer that runs again in
-        backward finds what it had in forward (see [Note: State of modules] in ``rerun.inventory``).
+        backward finds what it had in forward (see [Note: State of modules] in
+        ``rerun.module_state``).
         """
         if tiles == self.tiles:
             return
@@ -142,7 +143,6 @@ class MLPTiles:
         for ref, method, part in self._exchanged:
             if (module := ref()) is not None:
                 give_back(module, KEY, part, method)
-            part.forget()
 
     @property
     def last_plan(self) -> TilePlan | None:

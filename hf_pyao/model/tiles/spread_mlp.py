@@ -123,10 +123,6 @@ class UpPart(Part):
         """Return the same with another number of tiles."""
         return UpPart(self._mlp.with_tiles(tiles))
 
-    def forget(self) -> None:
-        """Let go of what was noted of modules."""
-        self._mlp.forget()
-
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Put the call off if the MLP is to run in tiles."""
         if kwargs or len(args) != 1:

@@ -17,36 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_pyao.engine.recompute.verification import ForwardCheck
 from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
-from hf_pyao.engine.rerun.inventory import Inventory, Noted
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, SeenEnding
 from hf_pyao.model.tiles.tensor_hooks import NoTensorHooks
 from hf_pyao.model.tiles.weight_sums import SummedProducts, WeightSums
 from hf_pyao.plan.options.tile_plan import TilePlan
-
-
-class TileCheck(Protocol):
-    """Compares tensors of a second run with those of the first."""
-
-    def note(self, layer: str, tensor: Tensor) -> Any:
-        """Return what is to be known of *tensor* of *layer*, which is dropped now."""
-        ...
-
-    def note_again(self, noted: Any, tensor: Tensor) -> Any:
-        """Return the same of *tensor*, which a second run made where the first one was *noted*."""
-        ...
-
-    def compare(self, first: Sequence[Any], second: Sequence[Any]) -> None:
-        """Compare what was noted of tensors of a first run with the same of a second run."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +47,14 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], Noted] = Inventory(()).note
-    """Returns what else the function depends on, such as training mode: put back in backward."""
+    state: Callable[[], StateOfCall] = ModuleState((), "a function in tiles").now
+    """Returns what else the function depends on: training mode is put back in backward, and the
+    rest must be as it was."""
     ending: Ending = field(default_factory=Ending)
     """What is known of the function's end; one for all calls of it."""
     name: str = ""
     """Of the function, for messages of *check*."""
-    check: TileCheck | None = None
+    check: ForwardCheck | None = None
     """Compares the tiles' outputs in backward with those of forward; None: nothing does."""
     watch: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the tiles run again in backward."""

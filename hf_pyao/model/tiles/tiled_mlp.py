@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.generators import may_be_disturbed
-from hf_pyao.engine.rerun.inventory import Inventory, Noted
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
+from hf_pyao.engine.rerun.module_state import ModuleState
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import warn
@@ -86,9 +86,6 @@ class Part(LeftBehind, abc.ABC):
         """Return the same with another number of tiles; itself if it does not know the number."""
         return self
 
-    def forget(self) -> None:
-        """Let go of what was noted of modules: it may hold their tables, and so this object."""
-
 
 class TiledMLP(Part):
     """Runs an MLP in tiles.
@@ -122,7 +119,8 @@ class TiledMLP(Part):
         self._is_compiled = is_compiled
         self._part_names = part_names
         self._ending = Ending()
-        self._inventory = Inventory(())
+        self._state = ModuleState((), "")
+        """Of the modules that it calls."""
 
     def with_tiles(self, tiles: int | str) -> TiledMLP:
         """Return the same with another number of tiles."""
@@ -190,7 +188,7 @@ class TiledMLP(Part):
             function=function,
             weights=partial(weights_of, parts),
             plan=plan,
-            state=partial(self._state_of, parts),
+            state=self._state_of(parts).now,
             is_compiled=self._is_compiled,
             ending=self._ending,
             name=self._path,
@@ -199,15 +197,11 @@ class TiledMLP(Part):
         )
         return run_in_tiles(call, *inputs)
 
-    def forget(self) -> None:
-        """Let go of the inventory; the next call makes another one."""
-        self._inventory = Inventory(())
-
-    def _state_of(self, parts: Sequence[nn.Module]) -> Noted:
+    def _state_of(self, parts: Sequence[nn.Module]) -> ModuleState:
         """Return the state of *parts*; nothing in them is written, as ``token_wise`` has proved."""
-        if self._inventory.living_roots() != list(parts):
-            self._inventory = Inventory(parts, copies=False)
-        return self._inventory.note()
+        if self._state.roots() != list(parts):
+            self._state = ModuleState(parts, f"{self._path!r}, in tiles,")
+        return self._state
 
     def say(self, reason: str) -> None:
         """Say, once, why a call is not cut."""

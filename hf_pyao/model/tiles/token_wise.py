@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_pyao.engine.rerun.bare_thread import bare_thread
-from hf_pyao.engine.rerun.generators import shared_generators
-from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.rerun.generators import RandomState
+from hf_pyao.engine.rerun.held_state import HeldState
+from hf_pyao.engine.rerun.module_state import ModuleState
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.model.tiles.row_rules import (
     NUMBERS_OF_SIZES,
@@ -242,11 +243,12 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     weights = [p for module in everything for p in module._parameters.values() if p is not None]
     fake = next((weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)), None)
     fake_mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
-    inventory = Inventory(everything, copies=False)
-    state = inventory.note(shared_generators())
+    state = ModuleState(modules, "")
+    before, random = HeldState(state), RandomState(())
     with ExitStack() as stack:
         stack.enter_context(bare_thread())
-        stack.enter_context(state.put_back())
+        stack.callback(before.undo)
+        stack.enter_context(random.kept())
         for module in everything:
             vars(module)["training"] = True
             for name, weight in module._parameters.items():
@@ -254,12 +256,13 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                     with fake_mode:
                         whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
                     whole.requires_grad_(weight.requires_grad)
-                    # An inventory leaves parameters to those who train them.
+                    # Sharded parameters are left to the engine that has sharded them.
                     stack.callback(module._parameters.__setitem__, name, weight)
                     module._parameters[name] = whole  # type: ignore[assignment]
-        as_run = inventory.note()
+        as_run = HeldState(state)
         yield fake_mode
-        changed, has_drawn = as_run.first_change(), state.drew()
+        changed = as_run.first_change()
+        has_drawn = before.drew() or not random.is_equal(random.now())
     if changed:
         raise NotTokenWise(f"it changes its attribute {changed}, which is a state")
     if has_drawn:

@@ -106,10 +106,11 @@ CHAPTER = Chapter(
         Entry(
             "second-run-differs",
             "A layer or a micro-batch ran a second time, and did not give the same bits. The "
-            "feature that needs the second run is switched off, and the micro-batch is repeated "
-            "where that is possible. An error says that its gradients are wrong.",
-            "After an error, call `zero_grad()` before you go on. Set "
-            "`torch.use_deterministic_algorithms(True)`, or `checkpoint_every=0`.",
+            "feature that needs the second run is switched off. The gradients were wrong, and an "
+            "error comes before the optimizer steps; those of a layer's second run are discarded.",
+            "Repeat the step, or leave it out: nothing was repeated by itself, since what made the "
+            "layer differ has moved on. Set `torch.use_deterministic_algorithms(True)`, or "
+            "`checkpoint_every=0`.",
         ),
         Entry(
             "kernels-not-deterministic",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,29 +24,6 @@ BY_ONE = dataclasses.replace(EVERY_LAYER, checkpoint_every=1)
 
 def micro_batch(model: nn.Module) -> None:
     model(INPUT).square().sum().backward()
-
-
-def test_a_second_run_that_fails_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
-    """What a function closes over is not put back: the second run saves other tensors."""
-
-    def layers() -> Stack:
-        calls: list[int] = []
-
-        def otherwise(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            x = torch.sin(x @ layer.weight)
-            return torch.sin(x.double()).float() if len(calls) == 2 else torch.sin(x)
-
-        return Stack(otherwise)
-
-    plain = Stack(lambda layer, x: torch.sin(torch.sin(x @ layer.weight)))
-    micro_batch(plain)
-    model = layers()
-    with attach(model, BY_ONE) as offloader:
-        offloader.run_micro_batch(lambda: micro_batch(model))
-        assert_same_tensors(gradients_of(model), gradients_of(plain), "")
-    assert "from now on no layer runs again" in caplog.text
-    assert "The micro-batch runs again" in caplog.text
 
 
 def iterates(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -70,32 +49,44 @@ def test_a_state_that_cannot_be_put_back_is_refused_by_name(
         check_undoable(model)
 
 
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: int
-
-
-def test_a_trial_leaves_lists_tuples_hooks_and_modules_as_they_were() -> None:
+def test_a_trial_leaves_attributes_and_modules_as_they_were() -> None:
     model = Stack(iterates, iterates)
     layer = model.layers[0]
-    layer.seen, layer.pair = [{"n": 1}], Pair(torch.zeros(2, 3), 0)
+    layer.seen, layer.mean = [1], torch.zeros(2, 3)
+    order = [name for name, _ in model.named_parameters()]
     with undisturbed(model):
-        layer.seen[0]["n"] = 2
-        layer.seen.append(3)
-        layer.pair.first.add_(1)
-        layer.pair = layer.pair._replace(second=5)
+        layer.seen = [2]
+        layer.mean.add_(1)
         layer.added = nn.Linear(2, 2)
-        layer.register_forward_hook(lambda *_: None)
         del model.layers[1].weight
         model.eval()
-    assert layer.seen == [{"n": 1}]
-    assert layer.pair.second == 0
-    assert not layer.pair.first.any()
+    assert layer.seen == [1]
+    assert not layer.mean.any()
     assert not hasattr(layer, "added")
-    assert not layer._forward_hooks
-    assert isinstance(model.layers[1].weight, nn.Parameter)
+    assert [name for name, _ in model.named_parameters()] == order
     assert model.training
     assert layer.training
+
+
+def fills_a_list(layer: Any) -> None:
+    layer.seen[0]["n"] = 2
+
+
+def hooks_a_layer(layer: Any) -> None:
+    layer.register_forward_hook(lambda *_: None)
+
+
+def writes_an_array(layer: Any) -> None:
+    layer.counted[1] += 3
+
+
+@pytest.mark.parametrize("change", [fills_a_list, hooks_a_layer, writes_an_array])
+def test_what_a_trial_cannot_put_back_is_named(change: Callable[[Any], None]) -> None:
+    model = Stack(iterates)
+    model.layers[0].seen, model.layers[0].counted = [{"n": 1}], array.array("q", [0, 0])
+    with pytest.raises(ConflictError, match="'seen' holds|an array|hooks on its modules"):
+        with undisturbed(model):
+            change(model.layers[0])
 
 
 def steps_in_a_module_s_backward(model: Stack) -> None:

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.runtime.without_inventory import without_inventory
 from tests.helpers.second_run_programs import of_seed
 
 NUM_LONG = 3000
-NUM_WITHOUT_INVENTORY = 600
 
 
 def check(seeds: range) -> Counter[str]:
@@ -45,27 +43,3 @@ def test_many_random_programs(start: int) -> None:
     counts = check(range(start, start + 300))
     assert counts["same"] >= 120
     assert counts["refused"] <= 15  # apart from memory that runs out
-
-
-def test_fingerprints_alone_find_what_differs() -> None:
-    counts = outcomes_without_inventory(range(30, 36))
-    assert counts["caught"] >= 2
-    assert not counts["missed"]
-
-
-@pytest.mark.thorough
-def test_fingerprints_alone_find_at_least_99_percent_of_what_differs() -> None:
-    counts = outcomes_without_inventory(range(NUM_WITHOUT_INVENTORY))
-    num_different = counts["caught"] + counts["missed"]
-    assert num_different > NUM_WITHOUT_INVENTORY / 4
-    assert counts["caught"] >= 0.99 * num_different
-
-
-def outcomes_without_inventory(seeds: range) -> Counter[str]:
-    """Count what came of the programs of *seeds* where nothing is noted, refused or put back."""
-    counts: Counter[str] = Counter()
-    with without_inventory() as run:
-        for seed in seeds:
-            found = run(seed)
-            counts[found if isinstance(found, str) else "missed"] += 1
-    return counts

@@ -52,10 +52,6 @@ class PlainLayer(nn.Module):
         self.end: Callable[[Any, Tensor], Tensor] = lambda _, x: x
         self.count = 0
         self.mean = torch.zeros(SIZE)
-        self.torch_generator = torch.Generator().manual_seed(1)
-        self.numpy_generator = np.random.default_rng(1)
-        self.old_generator = np.random.RandomState(1)
-        self.python_generator = random.Random(1)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, SIZE // 2)).unbind(-3)
@@ -72,8 +68,12 @@ class PlainNet(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(PlainLayer() for _ in range(3))
         if end is not None:
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers):
                 layer.end = end
+                layer.torch_generator = torch.Generator().manual_seed(number)
+                layer.numpy_generator = np.random.default_rng(number)
+                layer.old_generator = np.random.RandomState(number)
+                layer.python_generator = random.Random(number)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -147,6 +147,52 @@ def changes_its_input(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x.add_(0.1).clone())
 
 
+# ---- state of real layers ------------------------------------------------------------------------
+
+
+def norms(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(layer.batch_norm(x))
+
+
+def projects(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """By a spectral norm, which iterates in each forward."""
+    return torch.tanh(layer.spectral(x))
+
+
+def averages(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    result = torch.sin(x - layer.average)
+    layer.average = 0.9 * layer.average + 0.1 * x.detach().mean(0)
+    return result
+
+
+def counts_in_buffer(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.num_steps += 1
+    return x * torch.tanh(layer.num_steps.to(x.dtype) / 3)
+
+
+def routes(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Moves the bias of experts that got few tokens, and counts their tokens."""
+    chosen = (x @ layer.weight + layer.bias).argmax(-1)
+    num_tokens = torch.bincount(chosen, minlength=SIZE)
+    layer.num_tokens += num_tokens
+    layer.bias += 0.1 * torch.sign(num_tokens.to(x.dtype).mean() - num_tokens)
+    return x * torch.cos(x[:, chosen])[:, :SIZE].mean(-1, keepdim=True)
+
+
+def keeps_hidden(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    before, layer.hidden = getattr(layer, "hidden", None), x.detach().clone()
+    return torch.sin(x if before is None else x + before.mean(0))
+
+
+def leaves_loss(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.loss = x.square().mean()
+    return torch.tanh(x)
+
+
+def drops_depth(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if random.random() < 0.3 else x + torch.sin(x @ layer.weight)
+
+
 # ---- random numbers ------------------------------------------------------------------------------
 
 
@@ -285,9 +331,10 @@ OF_ONE_THREAD: tuple[Step, ...] = (
     *(counts, counts_in_dict, counts_in_object, counts_in_array, remembers, remembers_tensors),
     *(deletes, fills_none, creates_buffer, writes_in_place, draws_of_own),
     *(hooks_and_counts, hooks_its_weight_once, hooks_its_weight_each_time, retains),
+    *(norms, projects, averages, counts_in_buffer, routes, keeps_hidden, leaves_loss),
     *(turns_mlp, freezes_mlp, *STATELESS),
 )
-STEPS: tuple[Step, ...] = (*OF_ONE_THREAD, draws, draws, plain)
+STEPS: tuple[Step, ...] = (*OF_ONE_THREAD, draws, draws, drops_depth, plain)
 
 
 # ---- what is around a micro-batch ----------------------------------------------------------------
@@ -439,6 +486,12 @@ def furnish(layer: Any, number: int) -> None:
     layer.generator = torch.Generator().manual_seed(number)
     layer.random = random.Random(number)
     layer.mlp = MLP()
+    layer.batch_norm = nn.BatchNorm1d(SIZE)
+    layer.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(SIZE, SIZE))
+    for name in ("average", "bias", "num_tokens", "num_steps"):
+        of_ints = name.startswith("num")
+        value = torch.zeros(SIZE, dtype=torch.int64 if of_ints else torch.float32)
+        layer.register_buffer(name, value)
 
 
 def state_of(layer: Any) -> dict[str, Any]:
@@ -446,6 +499,8 @@ def state_of(layer: Any) -> dict[str, Any]:
     retained = getattr(layer, "retained", None)
     return {
         "count": getattr(layer, "count", 0),
+        "hidden": getattr(layer, "hidden", torch.zeros(())),
+        "loss": getattr(layer, "loss", torch.zeros(())).detach(),
         "numbers": dict(layer.numbers),
         "history": list(layer.history),
         "object": layer.state.count,

@@ -1,7 +1,6 @@
 """Runs many random programs, and writes down what came of them.
 
     python -m tests.engine.runtime.run_programs --count 3000 --output found.json
-    python -m tests.engine.runtime.run_programs --count 1000 --without-inventory
 
 Each program has a time limit, so that one that hangs is named, and the run goes on.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import faulthandler
 import gc
 import json
@@ -26,7 +24,6 @@ from typing import Any
 
 import torch
 
-from tests.engine.runtime.without_inventory import without_inventory
 from tests.helpers.second_run_programs import of_seed
 
 LIMIT_S = 60
@@ -64,7 +61,6 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=3000, help="number of programs")
     parser.add_argument("--every", type=int, default=1, help="distance of the seeds")
-    parser.add_argument("--without-inventory", action="store_true", help="nothing is put back")
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -76,18 +72,16 @@ def main() -> None:
     counts: collections.Counter[str] = collections.Counter()
     notable: dict[str, str] = {}
     start_s = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        run = stack.enter_context(without_inventory()) if options.without_inventory else of_seed
-        for number in range(options.count):
-            seed = options.start + number * options.every
-            outcome, said = outcome_of(run, seed)
-            counts[outcome] += 1
-            if said:
-                notable[str(seed)] = f"{outcome}: {said}"
-                print(f"seed {seed}: {outcome}: {said}", flush=True)  # noqa: T201
-            if (number + 1) % PROGRESS_EVERY == 0:
-                took_s = time.monotonic() - start_s
-                print(f"{number + 1} in {took_s:.0f} s: {dict(counts)}", flush=True)  # noqa: T201
+    for number in range(options.count):
+        seed = options.start + number * options.every
+        outcome, said = outcome_of(of_seed, seed)
+        counts[outcome] += 1
+        if said:
+            notable[str(seed)] = f"{outcome}: {said}"
+            print(f"seed {seed}: {outcome}: {said}", flush=True)  # noqa: T201
+        if (number + 1) % PROGRESS_EVERY == 0:
+            took_s = time.monotonic() - start_s
+            print(f"{number + 1} in {took_s:.0f} s: {dict(counts)}", flush=True)  # noqa: T201
     if options.output is not None:
         result = {
             "command": f"python -m tests.engine.runtime.run_programs {' '.join(sys.argv[1:])}",

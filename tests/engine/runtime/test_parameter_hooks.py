@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pyao import attach
+from hf_pyao import OutOfDeviceMemoryError, attach
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, gradients_of, linear_relu
 
 Layer = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -77,27 +77,15 @@ def test_a_layer_that_runs_again(layer: Layer, every: int) -> None:
     assert not model.layers[0].weight._backward_hooks
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.sampled(every=3)
-def test_a_micro_batch_that_runs_again_after_a_failure_in_forward(layer: Layer) -> None:
-    num_calls = [0]
+@pytest.mark.parametrize("layer", [once, behind_the_sum])
+def test_a_micro_batch_that_hung_hooks_does_not_run_again(layer: Layer) -> None:
+    def fails(_: Any, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
-    def fails_once(_: Any, x: torch.Tensor) -> torch.Tensor:
-        num_calls[0] += 1
-        if num_calls[0] == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        return x * 1.0
-
-    expected = gradients(
-        Stack(layer, lambda _, x: x * 1.0, linear_relu), lambda micro_batch: micro_batch()
-    )
-    model = Stack(layer, fails_once, linear_relu)
-
+    model = Stack(layer, fails, linear_relu)
     with attach(model, EVERY_LAYER) as offloader:
-        found = gradients(model, offloader.run_micro_batch)
-
-    assert num_calls[0] == 4
-    assert_same_tensors(found, expected, layer.__name__)
+        with pytest.raises(OutOfDeviceMemoryError, match="it changes hooks"):
+            gradients(model, offloader.run_micro_batch)
 
 
 def freezes_and_thaws(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.rerun.module_state import ModuleState
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.tiles import TiledCall, TilePlan, run_in_tiles
 from tests.model.tiles.mlps import HIDDEN, GatedMLP, gradients, median, plan_of, relative, tiled
@@ -217,7 +217,7 @@ def test_a_weight_that_is_written_between_forward_and_backward_is_noticed() -> N
 
 def test_another_mode_in_backward_is_put_back() -> None:
     module, (hidden, grad) = seeded(dropout=0.5), inputs_of((2, 48))
-    run = tiled(module, 4, state=Inventory([module]).note)
+    run = tiled(module, 4, state=ModuleState([module], "the MLP").now)
     found = []
     for mode in (True, False):
         module.train()
