@@ -35,6 +35,7 @@ from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import warn
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP
@@ -180,10 +181,13 @@ class AutoActions:
             self._device,
             number,
             self._num_sampled,
-            lambda: gradient_bytes(self._view.parameters()),
+            weakly(self._gradient_bytes, 0),
         )
         self._check = check
         check.start()
+
+    def _gradient_bytes(self) -> int:
+        return gradient_bytes(self._view.parameters())
 
     def _stop_timing(self) -> None:
         check, self._check = self._check, None

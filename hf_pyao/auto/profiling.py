@@ -148,8 +148,8 @@ class ProfileWriter:
             self._device,
             self._num_micro_batches,
             weakly(self._measured, None),  # the profiler is ours: [Note: Who owns whom]
-            pinned_bytes=self._pinned_bytes,
-            gradient_bytes=self._gradient_bytes,
+            pinned_bytes=weakly(self._pinned_bytes, 0),
+            gradient_bytes=weakly(self._gradient_bytes, 0),
             times_packs=self._path is not None,  # no plan is made from them
         )
 
