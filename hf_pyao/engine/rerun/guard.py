@@ -151,7 +151,11 @@ def _places_in(attributes: list[dict[str, Any]], kinds: list[type]) -> _Places:
     keys = [(at, key) for at, each in enumerate(attributes) for key in islice(each, _NUM, None)]
     return _Places(
         kinds,
-        [at for at, kind in enumerate(kinds) if _reader_of(kind) is not None],
+        [
+            number
+            for number, ((_, key), kind) in enumerate(zip(keys, kinds, strict=True))
+            if _reader_of(kind) is not None and not (key == "forward" or are_ours(key))
+        ],
         [at for at, kind in enumerate(kinds) if _is_tensor(kind)],
         [at for at, kind in enumerate(kinds) if _is_array(kind)],
         [at for at, kind in enumerate(kinds) if _is_unsteady(kind)],
@@ -178,7 +182,7 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]] = list) -
                 old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
                 if _is_same(old, new) or _is_result(old, new) or key == "training":
                     continue
-                if not (is_ours(old) or is_ours(new)):
+                if not are_ours(key, old, new):
                     return path_of(names, at, key)
     if before.sizes != now.sizes or not (
         _are_same(before.items, now.items) or all(map(_is_same, before.items, now.items))
@@ -213,6 +217,11 @@ def is_ours(value: Any) -> bool:
     """Say whether *value* is something that this package has put on a module."""
     of = getattr(value, "__module__", None) or type(value).__module__
     return isinstance(of, str) and of.startswith("hf_pyao.")
+
+
+def are_ours(key: str, *values: Any) -> bool:
+    """Say whether an attribute *key* that holds one of *values* is this package's."""
+    return key.startswith("_pyao_") or any(map(is_ours, values))
 
 
 def results_in(before: Look, now: Look) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.engine.rerun.generators import same_state, set_state, state_of
-from hf_pyao.engine.rerun.guard import change, have_same, is_generator, is_ours, items_in
+from hf_pyao.engine.rerun.guard import are_ours, change, have_same, is_generator, items_in
 from hf_pyao.engine.rerun.module_state import ModuleState, fill, tensors_in, train
 
 _TABLES = operator.itemgetter("_parameters", "_buffers", "_modules")
@@ -76,10 +76,11 @@ class HeldState:
         train(self.parameters, self._are_trained)
         for module, attributes in zip(self._modules, self._look.attributes, strict=True):
             held = vars(module)
-            for key in [key for key in held if key not in attributes and not is_ours(held[key])]:
+            added = [key for key in held if key not in attributes]
+            for key in [key for key in added if not are_ours(key, held[key])]:
                 del held[key]
             for key, old in attributes.items():
                 new = held.get(key)
-                if new is not old and not (is_ours(old) or is_ours(new)):
+                if new is not old and not are_ours(key, old, new):
                     held[key] = old
         fill(list(chain.from_iterable(map(_TABLES, map(vars, self._modules)))), self._tables)

@@ -42,4 +42,4 @@ def test_random_programs() -> None:
 def test_many_random_programs(start: int) -> None:
     counts = check(range(start, start + 300))
     assert counts["same"] >= 120
-    assert counts["refused"] <= 15  # apart from memory that runs out
+    assert counts["refused"] <= 25  # apart from memory that runs out
