@@ -350,7 +350,6 @@ class Offloader:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
         try:
             if self._installed.is_on:
-                self.micro_batches.stop()
                 self._guard.end()
             self._deciding.end()
         finally:

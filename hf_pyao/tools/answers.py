@@ -30,7 +30,9 @@ from hf_pyao import version
 from hf_pyao.files import read_json_object, replace_file
 from hf_pyao.plan.documents.provenance import source_digest
 from hf_pyao.plan.documents.schema import JsonDocument, ReportError, to_plain
+from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.text import describe_error, say
+from hf_pyao.tools.packages import need_torch
 
 D = TypeVar("D", bound=JsonDocument)
 
@@ -68,19 +70,34 @@ def answered(
         tells: say on stderr that the answer is not new.
     """
     if args.no_cache:
-        return compute()
+        return computed(compute)
     question = question_of(args, model)
     kept = None if question is None else kept_answer(question, kind)
     if kept is not None:
         if tells:
             say("The answer to this question was kept; --no-cache computes it anew.", sys.stderr)
         return kept
-    answer = compute()
+    answer = computed(compute)
     if question is None:  # the model's configuration may be there now
         question = question_of(args, model)
     if question is not None:
         keep_answer(question, answer)
     return answer
+
+
+def computed(compute: Callable[[], D], *, needs_models: bool = True) -> D:
+    """Return what *compute* returns, which needs torch.
+
+    Args:
+        compute: computes an answer.
+        needs_models: it builds a model of transformers.
+    """
+    with few_collections():
+        with importing():
+            need_torch()
+            if needs_models:
+                import transformers.models.auto.modeling_auto  # noqa: F401
+        return compute()
 
 
 def question_of(args: argparse.Namespace, model: str) -> dict[str, Any] | None:

@@ -45,7 +45,6 @@ FOREIGN = {
     ("tools/bench/peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/worker.py", "SearchFailed"): "a row of the result",
     ("tools/estimate/script_profiler.py", "ProfileIsDone"): "ends the script that is profiled",
-    ("tools/simulation/disk.py", "OSError"): "as the system call would; a DiskError later",
 }
 """File and class -> why it is none of our errors. No user sees one of these as an error."""
 

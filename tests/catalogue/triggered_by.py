@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 TRIGGERED_BY = {
-    "another-rank-ended": "tests/distributed/test_out_of_memory_ranks.py::test_all_ranks_end_with_the_message",
     "bench-model-too-large": "tests/tools/bench/test_setup.py::test_weights_beyond_the_free_memory_are_refused_unbuilt",
     "buffers-given-back": "tests/engine/transfer/test_layout.py::test_asking_for_a_released_tensor_is_an_error",
     "checkpoint-plan-ignored": "tests/auto/test_auto_levers.py::test_a_plan_in_a_checkpoint_is_followed_with_its_levers",
@@ -48,6 +47,3 @@ TRIGGERED_BY = {
     "writes-not-forbidden": "tests/tools/advise/test_advise.py::test_a_system_that_cannot_forbid_to_write_is_refused_before_the_script_runs",
 }
 """Key -> a test, or a case of one, in whose run its message comes; ``conftest.py`` watches it."""
-
-IN_OTHER_PROCESSES = frozenset({"another-rank-ended"})
-"""Keys whose message comes in a process that the test starts; that test reads what was printed."""

@@ -50,7 +50,6 @@ def run_ranks(
     folder: Path,
     *arguments: object,
     num_ranks: int = 2,
-    waits_for: Sequence[int] | None = None,
     codes: Sequence[int] | None = None,
     timeout_s: int = TIMEOUT_S,
 ) -> list[Any]:
@@ -61,14 +60,12 @@ def run_ranks(
         folder: for results, logs and the rendezvous; also the first argument of the module.
         arguments: further arguments of the module.
         num_ranks: how many.
-        waits_for: ranks that have to end by themselves; all by default.
         codes: exit codes of these; 0 by default.
         timeout_s: how long each may take.
     """
     ranks = start_ranks(module, folder, *arguments, num_ranks=num_ranks)
-    waits_for = range(num_ranks) if waits_for is None else waits_for
     try:
-        found = [ranks[rank].wait(timeout_s) for rank in waits_for]
+        found = [ranks[rank].wait(timeout_s) for rank in range(num_ranks)]
     finally:
         end_ranks(ranks)
     expected = [0] * len(found) if codes is None else [*codes][: len(found)]

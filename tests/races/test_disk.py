@@ -30,8 +30,8 @@ from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.errors import DiskError, PyAOError
-from hf_pyao.tools.simulation.disk import Failures, SimulatedDisk, SimulatedLanes
 from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers.simulated_disk import Failures, SimulatedDisk, SimulatedLanes
 
 PAGE = 4096
 NUM_SCHEDULES = 500

@@ -4,7 +4,8 @@
 A rank may run a micro-batch again alone if its failed try has begun no collective: its peers then
 wait for its next collective, and only see that it comes late. So no rank has to ask the others.
 Process groups count their collectives, which shows whether one has begun. Once one has begun, the
-peers have gone on, and the run ends on all ranks: see ``rank_alarm``.
+peers have gone on, and the run ends there. The others end as torch's process groups do when a peer
+is gone.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from hf_pyao.auto.ranks.collectives import (
     reason_not_alone,
     reason_of_wrappers,
 )
-from hf_pyao.auto.ranks.rank_alarm import RankAlarm
 from hf_pyao.auto.retry.failure_message import MemoryFailure, Remedies
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.auto.retry.tightening import Tightening
@@ -42,7 +41,6 @@ from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.transfer.graph_task import NO_TASK
 from hf_pyao.errors import PyAOError, warn
 from hf_pyao.plan.hardware.device_limit import release_cached
-from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +89,6 @@ class MicroBatchRunner:
         self._on_tightened = on_tightened
         self._tensors: ModelTensors | None = None
         self._newest_backward = NO_TASK
-        self._alarm: RankAlarm | None = None
-        self._has_ended = False
-        """True once this rank has told the others that it ends, or heard that of one."""
-
-    def stop(self) -> None:
-        """Listen to the other ranks no more."""
-        alarm, self._alarm = self._alarm, None
-        if alarm is not None:
-            alarm.stop()
 
     def run(self, function: Callable[[], Result], *, writes_only_this_model: bool) -> Result:
         """Run *function*; see :meth:`hf_pyao.Offloader.run_micro_batch`."""
@@ -110,8 +99,6 @@ class MicroBatchRunner:
         if tensors is None:
             tensors = self._tensors = ModelTensors(model)
             self._newest_backward = newest_backward()
-        if self._alarm is None and process_rank().num_ranks > 1:
-            self._alarm = RankAlarm()
         attempt = _Attempt(
             self._engine.num_forwards,
             max(self._newest_backward, self._engine.unpacker.newest_task),
@@ -124,19 +111,14 @@ class MicroBatchRunner:
                 result = attempt.run(function)
                 self._guard.raise_if_wrong()
                 return result
-            except OutOfDeviceMemoryError as error:
-                self._end(f"{error}")
+            except OutOfDeviceMemoryError:
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
-            except Exception as error:
-                self._look_for_alarm(error)
-                raise
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()  # again: what was released may have changed something
             if attempt.have_weights_changed():  # there is room to look now
-                self._end(WEIGHTS_CHANGED)
                 raise OutOfDeviceMemoryError(
                     f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.",
                     key="out-of-memory-not-repeatable",
@@ -175,24 +157,7 @@ class MicroBatchRunner:
         if can_be_undone:
             reason = f"nothing tighter is left after {attempt.num_tries} tries"
         message = failure.explain(self._remedies, reason)
-        self._end(message)
         raise OutOfDeviceMemoryError(message, key="out-of-memory") from error
-
-    def _end(self, message: str) -> None:
-        """Tell the other ranks that this one ends, once."""
-        if self._alarm is not None and not self._has_ended:
-            self._has_ended = True
-            self._alarm.raise_it(message)
-
-    def _look_for_alarm(self, error: Exception) -> None:
-        """Raise the error that another rank ended with, if it caused *error*."""
-        alarm = self._alarm if isinstance(error, RuntimeError) else None
-        message = "" if alarm is None else alarm.heard()
-        if message:
-            self._has_ended = True
-            raise OutOfDeviceMemoryError(
-                f"another rank has ended. {message}", key="another-rank-ended"
-            ) from error
 
     def _release(self, tensors: ModelTensors) -> None:
         """Give back what a failed try has held."""

@@ -201,12 +201,6 @@ CHAPTER = Chapter(
             "ended: look at its log.",
         ),
         Entry(
-            "another-rank-ended",
-            "Another process ran out of memory or failed, and this one ends with it instead of "
-            "waiting forever.",
-            "Look at the error of the rank that the message names.",
-        ),
-        Entry(
             "step-not-recorded",
             "The step cannot be recorded with tensors without values, so that there is no "
             "prediction for it. Policy 'auto' goes on without a plan.",

@@ -11,7 +11,6 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
-from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.common_arguments import (
@@ -22,7 +21,6 @@ from hf_pyao.tools.estimate.common_arguments import (
     training_options,
 )
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
-from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.progress import Progress
 
 DESCRIPTION = """\
@@ -52,22 +50,18 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     allocator = AllocatorSettings.parse(args.alloc_conf)
 
     def compute() -> EstimateReport:
-        with few_collections():
-            with importing():
-                need_torch()
-                import transformers.models.auto.modeling_auto  # noqa: F401
-            report: EstimateReport = estimate_report(
-                args.model,
-                hardware,
-                sequence_length=args.sequence_length or DEFAULT_LENGTH,
-                micro_batch=args.micro_batch,
-                allocator=allocator,
-                with_longest=not args.no_longest_sequence,
-                num_processes=args.processes or min(2, os.cpu_count() or 1),
-                shows_progress=not args.json,
-                **training_options(args),
-            )
-        return report
+        found: EstimateReport = estimate_report(
+            args.model,
+            hardware,
+            sequence_length=args.sequence_length or DEFAULT_LENGTH,
+            micro_batch=args.micro_batch,
+            allocator=allocator,
+            with_longest=not args.no_longest_sequence,
+            num_processes=args.processes or min(2, os.cpu_count() or 1),
+            shows_progress=not args.json,
+            **training_options(args),
+        )
+        return found
 
     report = answered(args, args.model, EstimateReport, compute, tells=not args.json)
     if args.step is not None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
@@ -27,7 +26,6 @@ from hf_pyao.tools.estimate.lever_arguments import (
     levers_of,
     resident_blocks_of,
 )
-from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.progress import Progress
 
 if TYPE_CHECKING:
@@ -87,12 +85,8 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     _check_options(args)
 
     def compute() -> MicroBatchReport:
-        with few_collections():
-            with importing():
-                need_torch()
-                import transformers.models.auto.modeling_auto  # noqa: F401
-            report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
-        return report
+        found: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
+        return found
 
     report = answered(args, args.model, MicroBatchReport, compute, tells=not args.json)
     tell(report, as_json=args.json, output=args.output)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
-from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.settings.removed import removed
 from hf_pyao.text import echo, say
-from hf_pyao.tools.answers import answered
+from hf_pyao.tools.answers import answered, computed
 from hf_pyao.tools.estimate.common_arguments import (
     refuse_without_effect,
     tell,
@@ -26,7 +25,6 @@ from hf_pyao.tools.estimate.lever_arguments import (
     resident_blocks_of,
 )
 from hf_pyao.tools.option_table import given_of
-from hf_pyao.tools.packages import need_torch
 from hf_pyao.tools.progress import Progress
 
 if TYPE_CHECKING:
@@ -77,7 +75,12 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.tried is not None:
         tell(_prediction_report(args), as_json=args.json, output=args.save)
         return 0
-    plan = _answer(args)
+    if args.source.endswith(".json"):
+        plan = computed(lambda: _plan(args), needs_models=False)
+    else:  # it may have been kept
+        from hf_pyao.plan.documents.plan import Plan
+
+        plan = answered(args, args.source, Plan, lambda: _plan(args), tells=not args.json)
     tell(plan, as_json=args.json, output=args.save)
     if not args.json and not args.source.endswith(".json"):
         say(_what_peaks_hold(args, plan))
@@ -109,25 +112,6 @@ def _compare(args: argparse.Namespace) -> int:
     plans = {str(path): Plan.from_json_file(path) for path in args.compare}
     show_view(plans_side_by_side(plans))
     return 0
-
-
-def _answer(args: argparse.Namespace) -> Plan:
-    """Return the plan; that for a model may have been kept."""
-    from hf_pyao.plan.documents.plan import Plan
-
-    is_profile = args.source.endswith(".json")
-
-    def compute() -> Plan:
-        with few_collections():
-            with importing():
-                need_torch()
-                if not is_profile:
-                    import transformers.models.auto.modeling_auto  # noqa: F401
-            return _plan(args)
-
-    if is_profile:
-        return compute()
-    return answered(args, args.source, Plan, compute, tells=not args.json)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
