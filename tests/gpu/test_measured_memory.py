@@ -112,5 +112,6 @@ def test_without_it_what_is_measured_was_predicted(
     for segment, grown_bytes in profile.grown_bytes.items():
         # Copies are never early in this prediction; in truth all may have left.
         kept = predict(program, [False] * len(leaves), window_bytes=None)
-        assert grown_bytes <= 1.1 * predicted[segment], segment
+        # A stand-in for CUDA runs other operations than those that were recorded.
+        assert grown_bytes <= 1.25 * predicted[segment], segment
         assert grown_bytes >= 0.3 * predicted_growth(program, kept)[segment], segment
