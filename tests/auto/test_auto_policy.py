@@ -23,7 +23,6 @@ from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.simulation.device import SimulatedDevice
 from hf_pyao.tools.simulation.transport import SimulatedTransport
@@ -263,18 +262,6 @@ def test_a_kept_plan_for_smaller_batches_is_left(
         assert offloader.plan is None
         assert offloader.metrics()["offloaded_bytes"] > 0
     assert sum("Delete the plan" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.thorough
-def test_a_kept_plan_of_another_model_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    config = replace(capped("gpt2", 0.5), plan=str(path))
-    model = tiny_model("gpt2").train()
-    with attached(model, config) as offloader:
-        for _ in range(NUM_MEASURED + 1):
-            step(model, None, offloader)
-    with pytest.raises(PlanError, match="another model"):
-        attach(tiny_model("opt").train(), config)
 
 
 @pytest.mark.thorough

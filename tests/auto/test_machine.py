@@ -256,13 +256,6 @@ def test_no_more_than_so_many_sets_are_planned_for() -> None:
     assert state.mode is Mode.FOLLOWING  # sets that are known have their plans
 
 
-def test_a_plan_is_for_the_parameters_as_its_step_was_recorded() -> None:
-    state, _ = run(AUTO, *CHECKED[:-1], planned(key=B))
-    assert state.key == state.first == B
-    state, _ = trained(state, B, B, B, B, A)
-    assert state.mode is Mode.MEASURING
-
-
 # ---- what a plan came to -------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import json
 import pickle
 import random
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,8 @@ from hf_pyao import PyAOArguments, PyAOConfig, PyAOPlugin
 from hf_pyao.config import SETTINGS
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.trainer import _resolve_config
-from hf_pyao.levers import Levers
-from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_levers import free_levers
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining
-from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.estimate.recorded_step import record_step
-from tests.helpers.hardware import HARDWARE
 
 IMPLIED = {
     "keep_last_layers": (1, 1),
@@ -284,67 +275,4 @@ def test_flags_fill_what_the_trainers_configuration_leaves_open() -> None:
 
 # ---- the same plan -------------------------------------------------------------------------------
 
-SHARE = -0.1
-"""Less memory than offloading everything takes: options that are open are needed."""
 LENGTH, MICRO_BATCH = 64, 2
-SMALL = {"min_bytes": 4096, "policy": "auto"}
-"""What is given in each of these, beside what is drawn."""
-PLANNED = {
-    "window",
-    "keep_last_layers",
-    "checkpoint_every",
-    "save_attention",
-    "checkpoint_nested",
-} | {"attention_groups", "recompute_modules", "allow_lossy"}
-"""Fields that may change a plan of a step whose loss and MLPs are as they are."""
-
-
-@cache
-def training() -> FakeTraining:
-    model = "llama:hidden_size=64,intermediate_size=176,num_hidden_layers=3,num_attention_heads=4"
-    return FakeTraining(config=config_of(parse_model(f"{model},vocab_size=128")))
-
-
-@cache
-def recorded(levers: Levers) -> StepProgram:
-    return record_step(training(), MICRO_BATCH, LENGTH, levers=levers, must_run_again=True)
-
-
-def plan_for(config: PyAOConfig, share: float = SHARE) -> dict[str, Any]:
-    """Return the plan for a share of what the step takes with everything kept."""
-    config = dataclasses.replace(config, labels=None)  # they are in sentences of the plan
-    request = PlanRequest.of_config(config)
-    step = recorded(request.levers)
-    planner = request.planner_of(step, operation_times_ms(step, HARDWARE.device), HARDWARE.link, {})
-    simple = [each.peak_bytes for each in planner.simple().values()]
-    limit_bytes = min(simple) + share * (max(simple) - min(simple))
-    chosen = request.choice(planner, recorded, device=HARDWARE.device).best(limit_bytes)
-    if not chosen.fits:
-        return {"nothing fits": str(chosen.error)}
-    plan = plan_of_choice(chosen, limit_bytes=limit_bytes, model={}, num_front_points=0)
-    return {name: value for name, value in plan.to_dict().items() if name != "provenance"}
-
-
-def test_the_same_plan_follows_from_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plan_for(PyAOConfig(**SMALL))
-    assert expected["levers"]["checkpoint_every"], "this plan needs an option that is open"
-    for way, other in round_trips(SMALL, tmp_path, monkeypatch).items():
-        if way in ("file", "changed and changed back"):
-            assert plan_for(other) == expected, way
-
-
-@pytest.mark.thorough
-def test_the_same_plans_follow_from_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, found = random.Random(1), []
-    for _ in range(6):
-        given = {name: value for name, value in draw(rng).items() if name in PLANNED} | SMALL
-        try:
-            config = PyAOConfig(**given)
-        except ConfigError:
-            continue
-        expected = plan_for(config)
-        found.append(expected)
-        for way, other in round_trips(given, tmp_path, monkeypatch).items():
-            assert plan_for(other) == expected, (way, given)
-    assert any("nothing fits" in each for each in found)
-    assert any("levers" in each for each in found)

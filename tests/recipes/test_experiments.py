@@ -27,7 +27,7 @@ from experiments.communication import (
     time_to,
 )
 from experiments.memory_page import fitting_others
-from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedups_of
+from experiments.miniature_cluster import points_of, read_sweeps, speedups_of
 from experiments.predictor import Predictor, scale_copies
 from experiments.real_cluster import step_ms_of
 from experiments.rows import MODES, RESULTS, one, read_document, select
@@ -127,31 +127,6 @@ def test_no_counting_of_rounds_explains_gpt2() -> None:
             256, large, engine, FIVE, work, counting
         )
         assert ratio < large / small < published.SPEEDUPS["gpt2"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_nodes": 0}, "num_nodes is 0; expected 1 or more"),
-        ({"link_gbit_per_s": 0.0}, "link_gbit_per_s is 0.0; expected more than 0"),
-        ({"efficiency": 1.5}, "efficiency is 1.5; expected above 0, at most 1"),
-        ({"slowest_link": 0.0}, "slowest_link is 0.0"),
-        ({"jitter": -1.0}, "jitter is -1.0; expected 0 or more"),
-        ({"overlap": 2.0}, "overlap is 2.0; expected 0 to 1"),
-    ],
-)
-def test_bad_clusters_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        dataclasses.replace(FIVE, **fields)
-
-
-def test_bad_names_and_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="zero2"):
-        find_engine("zero-2")
-    with pytest.raises(ConfigError, match="expected 1 micro-batch or more"):
-        find_engine("zero2").passes(0)
-    with pytest.raises(ConfigError, match="expected 1 or more"):
-        num_rounds(256, 0, 5, COUNTINGS[0])
 
 
 # ---- calibration ---------------------------------------------------------------------------------
@@ -277,10 +252,6 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         read_sweeps([tmp_path / "missing.json"])
 
 
-def test_a_sweep_without_points_gives_no_rows() -> None:
-    assert list(points_of([Sweep(name="", setup={}, points=[])])) == []
-
-
 # ---- prediction ----------------------------------------------------------------------------------
 
 
@@ -317,13 +288,6 @@ def test_a_slower_card_takes_longer_over_the_same_step() -> None:
     fast, slow = (each.predicted(BASELINE, 2) for each in (predictor, predictor.at(0.01)))
     assert slow.step_ms > 2 * fast.step_ms and slow.peak_bytes == fast.peak_bytes
     assert predictor.predicted(BASELINE, 2).step_ms == fast.step_ms
-
-
-def test_roles_own_what_their_modules_save() -> None:
-    assert modules.role_of("opt", "self_attn.q_proj:0") == "qkv_linear"
-    assert modules.role_of("opt", "self_attn:3") == "core_attn"
-    assert modules.role_of("opt", ":0") is None
-    assert modules.role_of("llama", "mlp.gate_proj:0") == "mlp_up"
 
 
 def test_the_guides_own_example_comes_out() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,6 @@ def test_a_second_folder_has_the_first_and_measures_what_is_missing(
     assert read_lines(first)[: len(before)] == before
     assert "E: crashed: crashed: x" in capsys.readouterr().out
     assert sorted(path.name for path in second.iterdir()) == ["day.jsonl", "day.md", "log.txt"]
-
-
-def test_wheels_are_unpacked(tmp_path: Path) -> None:
-    wheel = tmp_path / "pure-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("pure_package/__init__.py", "answer = 42")
-    assert day.unpack_wheels(tmp_path, tmp_path / "into") == [wheel.name]
-    assert (tmp_path / "into" / "pure_package" / "__init__.py").is_file()
 
 
 def test_what_must_not_be_is_named() -> None:

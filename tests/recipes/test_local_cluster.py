@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +30,7 @@ from cluster.cluster_result import (
 from cluster.cluster_settings import Fault, NodeSettings, SupervisorSettings
 from cluster.cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
 from cluster.cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
-from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.schema import ReportError
 from tests.recipes.cluster_stub import processes_with, wait_until_gone, write_stub
 from tests.recipes.conftest import RECIPES, REPOSITORY
@@ -536,34 +534,6 @@ def test_a_node_that_does_not_start_is_named(run_stub: RunStub) -> None:
         run_stub(behaviour, start_timeout_s=1.0)
 
 
-@pytest.mark.thorough
-def test_an_unplugged_node_hears_nothing_more(run_stub: RunStub) -> None:
-    behaviour = """
-import socket
-begin()
-if node == 2:
-    server = socket.create_server(("", 5000))
-    peer = server.accept()[0]
-    peer.settimeout(1)
-    try:
-        while peer.recv(100): pass
-    except TimeoutError:
-        emit("failed", error="silence")
-else:
-    time.sleep(0.3)
-    if node == 0:
-        s = socket.create_connection(("10.77.0.12", 5000))
-        steps(1, 1)
-        for _ in range(1000):
-            s.send(b"x"); time.sleep(0.05)
-time.sleep(1000)
-"""
-    with pytest.raises(ClusterError) as info:
-        run_stub(behaviour, fault=Fault(node=0, step=2, kind="unplug"))
-    assert "node 0 was unplugged in step 2" in str(info.value)
-    assert "  node 2: silence" in str(info.value)
-
-
 OUTER = """
 import json, sys
 from cluster.cluster_settings import SupervisorSettings
@@ -610,24 +580,6 @@ def test_nothing_is_left_when_the_launcher_is_ended(
     assert cluster_namespaces.list_interfaces() == before
 
 
-@pytest.mark.thorough
-def test_a_port_in_use_on_this_machine_is_free_in_the_nodes(run_stub: RunStub) -> None:
-    with socket.create_server(("", 29500)) if _is_free(29500) else socket.socket():
-        behaviour = "import socket\nbegin(); socket.create_server(('', 29500)).close(); steps(1, 3)"
-        ((point,), _) = run_stub(behaviour + "\nemit('done')")
-    assert len(point.step_s) == 3
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
 def test_a_failed_tool_is_told_with_what_it_said(isolation: str) -> None:
     with pytest.raises(ConfigError, match=r"`ip link set nowhere up` failed: .*nowhere"):
         cluster_namespaces.run_tools([["ip", "link", "set", "nowhere", "up"]])
-
-
-def test_errors_of_the_cluster_are_told_from_refusals() -> None:
-    assert issubclass(ClusterError, PyAOError) and not issubclass(ClusterError, ConfigError)
-    assert math.isfinite(local_cluster.START_TIMEOUT_S)

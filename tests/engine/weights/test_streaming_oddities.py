@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from tests.engine.weights.test_streaming import loss_of, ring_of, streamed
 from tests.helpers import Stack, autocasting, gradients_of
 from tests.helpers.adapters import tiny_lora
@@ -82,33 +80,6 @@ def by_imaginary(layer: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sampled(every=1)
 def test_conjugate_views(function: Function) -> None:
     check(function, dtype=torch.complex64)
-
-
-def test_two_handles_of_one_forward() -> None:
-    """Both are called, the last one first, and each is given back by itself."""
-
-    class Says(LeftBehind):
-        def __init__(self, word: str) -> None:
-            self.word = word
-
-        def run(self, module: nn.Module, own: Any, args: Any, kwargs: Any) -> Any:
-            return f"{self.word}({own(*args, **kwargs)})"
-
-    class Module(nn.Module):
-        def forward(self, x: str) -> str:
-            return x
-
-    module = Module()
-    handles = [Says("a"), Says("b"), Says("c")]
-    for number, handle in enumerate(handles):
-        exchange(module, f"_key{number}", handle)
-    assert module("x") == "c(b(a(x)))"
-    give_back(module, "_key1", handles[1])
-    assert module("x") == "c(a(x))"
-    give_back(module, "_key2", handles[2])
-    give_back(module, "_key0", handles[0])
-    assert module("x") == "x"
-    assert not [name for name in vars(module) if "pyao" in name or "_key" in name]
 
 
 def test_linear_layers_that_are_layers_themselves() -> None:
@@ -236,22 +207,6 @@ def test_data_of_another_shape_is_refused() -> None:
         model.layers[2].weight.data = torch.ones(4, 4, dtype=torch.float64)
         with pytest.raises(ConflictError, match=r"layers\.2\.weight' was given data of dtype"):
             step(model)
-
-
-def test_peft_merges_an_adapter_safely() -> None:
-    """It assigns the merged weight to ``data``."""
-    results = []
-    for streams in (True, False):
-        model: Any = tiny_lora("llama", num_hidden_layers=3)
-        with streamed(model, 0) if streams else contextlib.nullcontext():
-            loss_of(model).backward()
-            model.merge_adapter(safe_merge=True)
-            merged = loss_of(model).detach()
-            model.unmerge_adapter()
-            model.zero_grad()
-            loss_of(model).backward()
-            results.append([merged, *gradients_of(model).values()])
-    assert all(map(torch.equal, *results))
 
 
 def test_a_layer_that_writes_through_data_is_refused() -> None:

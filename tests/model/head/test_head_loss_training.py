@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
@@ -96,20 +94,6 @@ def test_lora_on_the_head_with_dropout_keeps_its_own_loss() -> None:
     assert torch.equal(outputs[0].loss, outputs[1].loss)
     assert handle.metrics()["head_loss_num_chunked"] == 0
     assert "dropout (p=0.3)" in handle.describe()
-
-
-def test_lora_on_the_head_under_autocast() -> None:
-    options = {"target_modules": ["lm_head"]}
-    mine, own = (with_lora(make_model("llama"), **options) for _ in range(2))
-    install(mine)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [model(**make_batch()).loss for model in (mine, own)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
-    for name, grad in gradients(own).items():
-        scale = float(grad.abs().max())
-        torch.testing.assert_close(gradients(mine)[name], grad, rtol=0.05, atol=0.05 * scale)
 
 
 def test_switched_off_adapters() -> None:
@@ -259,48 +243,6 @@ def test_smoothing_that_could_not_be_applied_says_so() -> None:
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
-
-
-class InstallAtStart(TrainerCallback):
-    """Install when training begins, as a trainer does: after TRL has put its own head in."""
-
-    handle: HeadLoss | None = None
-
-    def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.handle = install(model)
-
-
-@pytest.mark.thorough
-def test_sft_trainer(tmp_path: Path) -> None:
-    # TRL fuses the head itself from some release on, and reads the logits of every step before.
-    datasets = pytest.importorskip("datasets", reason="SFTTrainer is given data sets")
-    trl = pytest.importorskip("trl", reason="its SFTTrainer is tested")
-
-    def run(callback: TrainerCallback | None) -> Any:
-        config = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False, loss_type="nll")
-        rows = [{"input_ids": ids.tolist()} for ids in make_batch(24, 12)["input_ids"]]
-        trainer = trl.SFTTrainer(
-            model=make_model("llama"),
-            args=config,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tiny_tokenizer(),
-        )
-        if callback is not None:
-            trainer.add_callback(callback)
-        trainer.train()
-        return trainer
-
-    callback = InstallAtStart()
-    got, expected = run(callback), run(None)
-    assert logged(got, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
-    assert callback.handle is not None
-    metrics = callback.handle.metrics()
-    if "fused_lm_head" in inspect.getsource(trl.SFTTrainer):
-        assert "TRL's fused LM head" in callback.handle.describe()
-        assert metrics["head_loss_num_chunked"] == 0
-    else:
-        assert metrics["head_loss_num_chunked"] == 9
-        assert metrics["head_loss_num_logits_read"] == 9
 
 
 def tiny_tokenizer() -> Any:
@@ -468,12 +410,3 @@ def check_reading(models: list[Any], has_own_group: bool, rank: int) -> None:
 @pytest.mark.parametrize("check", ["check_ddp", "check_fsdp"])
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     spawn(on_ranks, args=(str(tmp_path), check), nprocs=2)
-
-
-def test_copies_of_models_in_training() -> None:
-    # A reference model copied from one that trains (DPO, distillation) is plain.
-    mine = make_model("llama")
-    install(mine)
-    reference = copy.deepcopy(mine)
-    outputs = reference(**make_batch())
-    assert not any(isinstance(value, DeferredLogits) for value in outputs.values())

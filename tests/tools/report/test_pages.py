@@ -19,11 +19,9 @@ from hf_pyao.tools.report.plots.bench_plots import largest_figure, trade_off_fig
 from hf_pyao.tools.report.plots.labels import place_labels
 from hf_pyao.tools.report.plots.look import (
     DARK,
-    FAMILIES,
     LIGHT,
     NARROW_INCHES,
     Look,
-    family_of,
     image_bytes,
 )
 from tests.helpers.documents import make_bench, make_facts, make_row, make_run, make_step
@@ -72,13 +70,6 @@ def test_html_is_well_formed_and_self_contained() -> None:
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "equal bits" in page.cells
     assert "last layer" in page.cells
-
-
-def test_html_escapes_what_others_wrote() -> None:
-    text = html_page([make_run(extra={"name": "<b>x</b> & y"})], with_plots=False)
-    assert "hf_pyao offloads &lt;everything&gt;" in text
-    assert "&lt;b&gt;x&lt;/b&gt; &amp; y" in text
-    assert "<b>x" not in text
 
 
 def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
@@ -176,15 +167,6 @@ def test_labels_of_a_cluster_do_not_overlap() -> None:
     for index, box in enumerate(boxes):
         for other in boxes[:index]:
             assert not box.overlaps(other)
-
-
-def test_families_differ_in_colour_and_in_marker() -> None:
-    for theme in ("light", "dark"):
-        assert len({getattr(family, theme) for family in FAMILIES}) == len(FAMILIES)
-    assert len({family.marker for family in FAMILIES}) == len(FAMILIES)
-    assert [family_of(m).label for m in ("none", "pyao:x=1", "checkpoint", "trl-streams")] == [
-        *("nothing", "hf_pyao", "recompute", "other offloading"),
-    ]
 
 
 @pytest.mark.thorough

@@ -130,11 +130,6 @@ def test_numbers_keep_three_digits() -> None:
     ]
 
 
-def test_a_pipe_in_a_cell_does_not_break_the_table() -> None:
-    text = markdown_of(make_bench([make_row("pyao:x=a|b", 10.0, 1.0)]))
-    assert "| pyao:x=a\\|b |" in text
-
-
 VIEW = View(
     title="three ways",
     summary="Take `b_1`: --activation_offload_policy auto. " * 3,

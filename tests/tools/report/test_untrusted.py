@@ -126,11 +126,6 @@ def _fuzz(seeds: range, folder: Path, *argv: str) -> None:
 
 
 @pytest.mark.thorough
-def test_changed_documents_are_read_whole_or_refused_in_one_line(tmp_path: Path) -> None:
-    _fuzz(range(150), tmp_path)
-
-
-@pytest.mark.thorough
 def test_many_changed_documents_are_read_whole_or_refused_in_one_line(tmp_path: Path) -> None:
     _fuzz(range(1_000, 4_000), tmp_path)
 
