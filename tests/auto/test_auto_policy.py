@@ -297,22 +297,6 @@ def test_modules_to_recompute_are_recomputed() -> None:
 
 
 @pytest.mark.thorough
-def test_a_lossy_codec_is_chosen_only_where_it_is_allowed() -> None:
-    exact = capped("llama", 0.0)
-    slow = LinkModel(d2h_gib_per_s=0.01, h2d_gib_per_s=0.01)
-    codecs = {}
-    for allowed in (False, True):
-        model = tiny_model("llama").train()
-        config = replace(exact, allow_lossy=allowed)
-        with attach(model, config, transport=SimulatedTransport(0, link=slow)) as offloader:
-            for _ in range(NUM_MEASURED + 2):
-                step(model, None, offloader)
-            assert offloader.plan is not None
-            codecs[allowed] = {slot.codec for slot in offloader.plan.slots}
-    assert codecs[False] == {None}
-
-
-@pytest.mark.thorough
 def test_a_plan_that_loses_is_dropped(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

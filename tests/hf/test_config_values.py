@@ -12,10 +12,12 @@ import json
 import pickle
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from hf_pyao import PyAOArguments, PyAOConfig, PyAOPlugin
 from hf_pyao.config import SETTINGS
@@ -123,6 +125,22 @@ def through_flags(given: dict[str, Any]) -> PyAOConfig:
     return config
 
 
+def through_command_line(given: dict[str, Any]) -> PyAOConfig:
+    words = ["--activation_offload"]
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"--activation_offload_{name}", *map(str, values)]
+    (parsed,) = parser().parse_args_into_dataclasses(words, look_for_args_file=False)
+    config = parsed.pyao_config()
+    assert config is not None
+    return config
+
+
+@cache
+def parser() -> HfArgumentParser:
+    return HfArgumentParser(PyAOArguments)
+
+
 def through_flags_and_file(given: dict[str, Any], folder: Path) -> PyAOConfig:
     """Give every second field in the file, and the others as flags."""
     names = sorted(given)
@@ -161,6 +179,7 @@ def round_trips(
         "pickle": pickle.loads(pickle.dumps(config)),
         "deepcopy": copy.deepcopy(config),
         "flags": through_flags(given),
+        "command line": through_command_line(given),
         "flags and file": through_flags_and_file(given, folder),
         "environment": through_environment(given, patch),
         "plugin": PyAOPlugin(**given).config(),

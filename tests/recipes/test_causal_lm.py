@@ -140,14 +140,6 @@ def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None
         (["--resume_from_checkpoint", "last"], "there is no checkpoint in --output_dir"),
         (["--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint of a Trainer"),
         (
-            ["--activation_offload_policy", "al"],
-            "--activation_offload_policy is 'al'; did you mean 'all'?",
-        ),
-        (
-            ["--no_activation_offload", "--activation_offload_min_bytes", "1"],
-            "--activation_offload_min_bytes would have no effect",
-        ),
-        (
             ["--activation_ofload_codec", "int8"],
             "unknown option '--activation_ofload_codec'; did you mean '--activation_offload_codec'?",
         ),

@@ -175,13 +175,6 @@ def test_the_list_says_how_long_each_command_takes(capsys: pytest.CaptureFixture
     assert all(part.summary in said for part in PARTS.values())
 
 
-def test_rows_have_names_of_their_own_and_ways_that_are_known() -> None:
-    rows = all_rows()
-    assert len({row.name for row in rows}) == len(rows)
-    assert {row.way for row in rows} <= set(WAYS)
-    assert {row.part for row in rows} <= set(PARTS)
-
-
 def test_auto_has_a_limit_to_plan_for_and_few_micro_batches_to_measure() -> None:
     for row in all_rows():
         if row.way.startswith("auto"):

@@ -200,17 +200,25 @@ def test_rates_and_delays_are_read_as_tc_reads_them() -> None:
 # ---- the plan, the bytes, the figures ------------------------------------------------------------
 
 
+def points_of(architectures: list[str], micro_batches: list[int], **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "gradient_accumulation": 1,
+        "nodes": 5,
+        "target": 256,
+        "target_over": "node",
+        "steps": (1, None),
+        "repeats": 1,
+    }
+    return plan_points(architectures, micro_batches, **{**settings, **changes})
+
+
 def test_rounds_count_samples_over_all_nodes_or_on_each() -> None:
     def rounds(target_over: str, gradient_accumulation: int = 1) -> list[int]:
-        points = plan_points(
+        points = points_of(
             ["opt"],
             [1, 2, 4, 8],
             gradient_accumulation=gradient_accumulation,
-            nodes=5,
-            target=256,
             target_over=target_over,
-            steps=(1, None),
-            repeats=1,
         )
         assert [point.steps for point in points] == [point.rounds for point in points]
         return [point.rounds for point in points]
@@ -221,16 +229,7 @@ def test_rounds_count_samples_over_all_nodes_or_on_each() -> None:
 
 
 def test_steps_are_at_least_and_at_most_as_many_as_asked_for() -> None:
-    points = plan_points(
-        ["opt", "llama"],
-        [1, 64],
-        gradient_accumulation=1,
-        nodes=2,
-        target=256,
-        target_over="node",
-        steps=(5, 100),
-        repeats=2,
-    )
+    points = points_of(["opt", "llama"], [1, 64], nodes=2, steps=(5, 100), repeats=2)
     assert [(p.run, p.architecture, p.steps) for p in points][:4] == [
         (0, "opt", 100),
         (0, "opt", 5),
@@ -411,16 +410,7 @@ def test_nodes_reach_each_other_over_shaped_links_and_nothing_else(
 
 
 def settings_of(python: str, *, fault: Fault | None = None, **changes: Any) -> SupervisorSettings:
-    points = plan_points(
-        ["opt"],
-        [1],
-        gradient_accumulation=1,
-        nodes=3,
-        target=3,
-        target_over="node",
-        steps=(3, None),
-        repeats=1,
-    )
+    points = points_of(["opt"], [1], nodes=3, target=3, steps=(3, None))
     values: dict[str, Any] = {
         "nodes": 3,
         "engine": "ddp",

@@ -359,23 +359,6 @@ def test_the_offloader_in_words() -> None:
     assert repr(Offloader.__new__(Offloader)) == "<Offloader, being made>"
 
 
-@pytest.mark.thorough
-def test_a_trainers_offloader_has_a_name_of_its_own(tmp_path: Path) -> None:
-    seen = []
-
-    class Looks(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append((trainer.pyao_offloader, trainer.offloader))
-
-    trainer = trainer_for(
-        PyAOTrainer, tiny_opt(), arguments(tmp_path), pyao_config=EVERYTHING, callbacks=[Looks()]
-    )
-    trainer.train()
-    assert all(isinstance(ours, Offloader) and ours is theirs for ours, theirs in seen)
-    assert len(seen) == 3
-    assert trainer.pyao_offloader is None
-
-
 def test_the_plugin_of_a_failed_loop_writes_at_detach(tmp_path: Path) -> None:
     from accelerate import Accelerator
 

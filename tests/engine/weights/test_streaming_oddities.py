@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from tests.engine.weights.test_streaming import loss_of, ring_of, streamed
-from tests.helpers import Stack, autocasting, gradients_of
+from tests.helpers import Stack, gradients_of
 from tests.helpers.adapters import tiny_lora
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -292,32 +291,6 @@ def test_data_that_are_edited_between_forward_and_backward_are_read_as_without(a
         assert_same(gradients_of(model), gradients_of(expected))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.sampled(every=3)
-def test_layers_that_read_three_others_run_again(every: int, autocast: torch.dtype | None) -> None:
-    """The ring has two slots, and a layer reads four blocks."""
-
-    def build() -> Stack:
-        model = stack(lambda layer, x: x @ layer.weight + others(layer, x))
-        model.layers.requires_grad_(False)
-        for layer in model.layers:
-            layer.scale.requires_grad_()
-            layer.__dict__["others"] = [each for each in model.layers if each is not layer]
-        return model
-
-    def others(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return sum((torch.tanh(x @ each.weight) for each in layer.others), torch.zeros_like(x))
-
-    model, expected = build(), build()
-    with streamed(model, 0, checkpoint_every=every, verify_recompute="always") as offloader:
-        for seed in range(3):
-            with autocasting(autocast):
-                found, wanted = step(model, seed), step(expected, seed)
-            assert_same(found, wanted)
-        assert ring_of(offloader).counts.num_left == 0, "a graph held a slot"
-
-
 def test_a_change_in_a_hook_of_the_layer_is_seen() -> None:
     def hooked() -> Stack:
         model = stack(product)
@@ -363,37 +336,3 @@ def test_a_thread_that_reads_weights_does_not_disturb_second_runs() -> None:
         for seed in range(2):
             assert_same(step(model, seed), step(expected, seed))
     assert outside.is_set()
-
-
-def test_a_weight_that_is_pruned_in_mid_run() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.inner.requires_grad_(False)
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.inner(x)) * self.scale
-
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Layer() for _ in range(3)])
-
-    def both() -> None:
-        losses = [each(torch.ones(2, 4)).sum() for each in (model, expected)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-
-    model, expected = build(), build()
-    with streamed(model, 0, layers=("0", "1", "2")):
-        both()
-        for layer in (*model, *expected):
-            prune.l1_unstructured(layer.inner, "weight", 0.5)
-        both()
-        for layer in (*model, *expected):
-            prune.remove(layer.inner, "weight")
-        both()
-    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, other)

@@ -149,32 +149,12 @@ TRAINING: dict[str, Any] = {
 }
 
 
-class SmoothedTrainer(Trainer):
-    """What a trainer does to smooth labels without the logits."""
-
-    head_loss: HeadLoss
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        smoother, self.label_smoother = self.label_smoother, None
-        try:
-            with self.head_loss.smoothing(smoother.epsilon) as smoothing:
-                result = super().compute_loss(model, inputs, *args, **kwargs)
-            assert smoothing.applied
-        finally:
-            self.label_smoother = smoother
-        return result
-
-
-def train(
-    cls: type[Trainer], model: Any, folder: Path, head: HeadLoss | None, **options: Any
-) -> Any:
+def train(model: Any, folder: Path, **options: Any) -> Any:
     """Train for three steps of three micro-batches."""
     rows = make_batch(24, 12)
     data = [{key: value[i] for key, value in rows.items()} for i in range(24)]
     args = TrainingArguments(str(folder), **TRAINING, **options)
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
-    if head is not None:
-        trainer.head_loss = head
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
     trainer.train()
     return trainer
 
@@ -190,8 +170,8 @@ def test_trainer_with_accumulation_and_evaluation(name: str, tmp_path: Path) -> 
     mine, own = pair(name)
     handle = install(mine)
     options = {"eval_strategy": "steps", "eval_steps": 1}
-    got = train(Trainer, mine, tmp_path, handle, **options)
-    expected = train(Trainer, own, tmp_path, None, **options)
+    got = train(mine, tmp_path, **options)
+    expected = train(own, tmp_path, **options)
     assert handle.metrics()["head_loss_num_chunked"] == 9
     assert handle.metrics()["head_loss_num_own"] == 0
     for key in ("loss", "eval_loss", "grad_norm"):
@@ -204,14 +184,14 @@ def test_trainer_with_label_smoothing_keeps_its_own_way(tmp_path: Path) -> None:
     # It takes the labels away from the model, so that the model has no loss to compute in chunks.
     mine, own = pair("llama")
     handle = install(mine)
-    got = train(Trainer, mine, tmp_path, handle, label_smoothing_factor=0.1)
-    expected = train(Trainer, own, tmp_path, None, label_smoothing_factor=0.1)
+    got = train(mine, tmp_path, label_smoothing_factor=0.1)
+    expected = train(own, tmp_path, label_smoothing_factor=0.1)
     assert logged(got, "loss") == logged(expected, "loss")
     assert handle.metrics()["head_loss_num_chunked"] == 0
 
 
 @pytest.mark.thorough
-def test_label_smoothing_in_chunks(tmp_path: Path) -> None:
+def test_label_smoothing_in_chunks() -> None:
     mine, own = pair("gpt2", torch.float64)
     handle = install(mine)
     batch = make_batch()
@@ -224,14 +204,6 @@ def test_label_smoothing_in_chunks(tmp_path: Path) -> None:
     assert smoothing.applied
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert not torch.equal(mine(**batch).loss, loss), "smoothing ends with its context"
-    trained = train(SmoothedTrainer, make_chunked(), tmp_path, None, label_smoothing_factor=0.1)
-    assert trained.head_loss.metrics()["head_loss_num_chunked"] == 9
-
-
-def make_chunked() -> Any:
-    model = make_model("llama")
-    SmoothedTrainer.head_loss = install(model)
-    return model
 
 
 def test_smoothing_that_could_not_be_applied_says_so() -> None:

@@ -194,17 +194,6 @@ def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> 
     assert LIGHT.wrapped("a b" * 100) == "a b" * 100
 
 
-def test_names_are_broken_behind_the_signs_between_their_words() -> None:
-    look = Look(is_narrow=True)
-    name = "pyao:policy=all,window=layer,keep_last_layers=0"
-    lines = look.wrapped(name, 24).splitlines()
-    assert lines == ["pyao:policy=all,", "window=layer,", "keep_last_layers=0"]
-    assert look.wrapped("autograd would have held on the device", 24).splitlines() == [
-        "autograd would have held",
-        "on the device",
-    ]
-
-
 @pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])
 def test_names_of_bars_do_not_meet(look: Look) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg

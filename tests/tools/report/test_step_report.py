@@ -27,20 +27,15 @@ def span(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, "schema_version 2; this hf_pyao reads version 1 of a StepReport"),
-        ({"color": 1}, "has the key 'color'"),
         ({"spans": [span(lane="forwards")]}, r"spans\[0\]: unknown lane 'forwards'; did you mean 'forward'"),
         ({"spans": [span(), span(end_ms=-1.0)]}, r"spans\[1\] \('a'\) is from 0.0 to -1.0 ms"),
         ({"spans": [span(start_ms=-1.0)]}, "expected times from 0 on"),
-        ({"spans": [span(start_ms=None)]}, r"spans\[0\], start_ms is None; expected a number"),
         ({"spans": [span(start_ms=float("nan"))]}, r"start_ms is nan; expected a number"),
         ({"spans": [None] * (MOST_SPANS + 1)}, "spans has 100,001 entries; expected 100,000 at most"),
         ({"memory": [None] * 1_000_000}, "memory has 1,000,000 entries"),
         ({"memory": [{"time_ms": 2, "nbytes": 1}, {"time_ms": 1, "nbytes": 1}]}, r"memory\[1\] is at 1 ms, and the one before at 2"),
         ({"memory": [{"time_ms": 0, "nbytes": -1}]}, r"memory\[0\] has -1 bytes"),
         ({"totals": {"step_ms": -3.0}}, r"step_ms is -3.0; expected 0 or more"),
-        ({"peak": {"time_ms": 0}}, "peak lacks the key 'nbytes'"),
-        ({"spans": {}}, r"spans is \{\}; expected a list"),
     ],
 )  # fmt: skip
 def test_what_is_no_step_is_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -283,6 +283,12 @@ def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
         read_document(path)
 
 
+def test_documents_of_every_kind_are_read_back(tmp_path: Path) -> None:
+    for document in _documents():
+        (tmp_path / "x.json").write_text(json.dumps(document))
+        assert to_plain(read_document(tmp_path / "x.json")) == document
+
+
 def test_a_figure_that_was_none_is_read_back(tmp_path: Path) -> None:
     """It is written as null, since JSON has no NaN."""
     report = make_run(totals={"would_hold_bytes": float("nan"), "num_micro_batches": 1.0})
