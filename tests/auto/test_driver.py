@@ -117,17 +117,6 @@ def test_answers_of_the_performer_are_the_next_events(caplog: pytest.LogCaptureF
     assert "Planned: RECORDING -> CHECKING" in caplog.text
 
 
-def test_memory_is_answered_with_what_is_done() -> None:
-    engine, performer = Engine(), Performer()
-    driver, switch = driver_of(engine, performer)
-    assert "is offloaded" in str(driver.send(on.OutOfMemory()))
-    assert "waits for every copy" in str(driver.send(on.OutOfMemory()))
-    assert driver.send(on.OutOfMemory()) is None
-    assert engine.used == [EVERYTHING, EVERYTHING, "waits"]
-    driver.send(on.SecondRunWrong(may_replan=False, why="a layer differs"))
-    assert switch.levers == Levers(head_loss="chunked")
-
-
 def test_an_interrupt_only_delays_the_exchange() -> None:
     engine, performer = Engine(), Performer(on.Planned(READY, "draft", "it fits"))
     driver, _ = driver_of(engine, performer)

@@ -17,7 +17,7 @@ import pytest
 
 import local_cluster
 from cluster import cluster_checks, cluster_namespaces
-from cluster.cluster_node import describe_error, interface_bytes, newest_checkpoint
+from cluster.cluster_node import interface_bytes, newest_checkpoint
 from cluster.cluster_report import draw_sweep, format_sweep, predicted_step_s
 from cluster.cluster_result import (
     ENGINES,
@@ -28,7 +28,7 @@ from cluster.cluster_result import (
     write_sweep,
 )
 from cluster.cluster_settings import Fault, NodeSettings, SupervisorSettings
-from cluster.cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
+from cluster.cluster_sweep import ClusterError, plan_points, run_sweep
 from cluster.cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.schema import ReportError
@@ -345,15 +345,6 @@ def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(tmp_path: P
     assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
 
 
-def test_errors_of_gloo_are_told_in_one_line() -> None:
-    error = RuntimeError(
-        "[/__w/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.11]:55015: Connection reset by "
-        "peer. This is typically caused by a remote worker hanging.\nmore"
-    )
-    told = "RuntimeError: Read error [10.77.0.11]:55015: Connection reset by peer."
-    assert describe_error(error) == told
-
-
 # ---- namespaces ----------------------------------------------------------------------------------
 
 NETWORK = """
@@ -485,16 +476,6 @@ def test_a_node_that_fails_is_named_with_what_it_said(run_stub: RunStub) -> None
 
 
 @pytest.mark.thorough
-def test_the_last_lines_of_a_failed_node_can_be_kept(isolation: str, tmp_path: Path) -> None:
-    python = write_stub(tmp_path / "stub", "begin(); emit('failed', error='no such text')")
-    events: list[dict[str, Any]] = []
-    with pytest.raises(ClusterError):
-        run_sweep(settings_of(python), isolation, events.append)
-    write_logs(tmp_path / "logs", events[-1]["logs"])
-    assert (tmp_path / "logs/node0.log").read_text() == "a line of the log\n"
-
-
-@pytest.mark.thorough
 def test_a_killed_node_ends_the_others_in_time_and_is_the_cause(run_stub: RunStub) -> None:
     # Node 0 hears of it, node 2 never does: the launcher ends it.
     waits = "begin(); steps(1, 1)\nif node == 0: time.sleep(0.5); emit('failed', error='reset by peer')\n"
@@ -568,8 +549,3 @@ def test_nothing_is_left_when_the_launcher_is_ended(
     wait_until_gone(marker)
     wait_until_gone(str(RECIPES / "cluster" / "cluster_supervisor.py"))
     assert cluster_namespaces.list_interfaces() == before
-
-
-def test_a_failed_tool_is_told_with_what_it_said(isolation: str) -> None:
-    with pytest.raises(ConfigError, match=r"`ip link set nowhere up` failed: .*nowhere"):
-        cluster_namespaces.run_tools([["ip", "link", "set", "nowhere", "up"]])

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pyao import (
     PyAOArguments,
+    PyAOCallback,
     PyAOConfig,
     PyAOTrainer,
     PyAOTrainerMixin,
@@ -426,6 +427,13 @@ def test_flags_that_were_mixed_in_last_are_checked_before_data_are_prepared(tmp_
     args = sft_arguments(tmp_path, MixedInLast, activation_offloading=True, activation_offload=True)
     with pytest.raises(ConflictError, match="activation_offloading is on"):
         OurSFTTrainer(model=llama(), args=args, train_dataset=Untouched())
+
+
+def test_a_callback_refuses_as_the_trainer_is_made(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **{CHECKPOINTING: True})
+    callback = PyAOCallback(PyAOConfig(checkpoint_every=1))
+    with pytest.raises(ConflictError, match="checkpoint_every is 1"):
+        Trainer(llama(), args, callbacks=[callback])
 
 
 def trained(cls: type[Trainer], args: Any, **more: Any) -> Trainer:

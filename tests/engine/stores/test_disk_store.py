@@ -468,17 +468,6 @@ def test_a_graph_that_outlives_its_attachment_has_its_bytes(tmp_path: Path) -> N
     store.close()
 
 
-def test_threads_end_with_the_store(tmp_path: Path) -> None:
-    before = disk_threads()
-    store = small_disk(tmp_path)
-    store.filled(store.memory_to_fill(new_buffer(store).data.untyped_storage()), 0, is_last=True)
-    assert disk_threads() - before
-    del store
-    for thread in disk_threads() - before:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-
-
 # ---- the store alone --------------------------------------------------------------------------
 
 

@@ -115,6 +115,16 @@ def test_growth_is_in_powers_of_two_and_stops_at_the_cap() -> None:
     assert other.pool_bytes == 64 * MIB, "pinned memory is rounded up to a power of two anyway"
 
 
+def test_the_peak_is_of_what_was_in_use() -> None:
+    pool = HostPool(64 * MIB, pin=False)
+    first, second = pool.acquire(MIB), pool.acquire(2 * MIB)
+    pool.release(first)
+    assert pool.peak_used_bytes == 3 * MIB
+    pool.release(second)
+    assert pool.settle() == 0
+    assert pool.peak_used_bytes == 3 * MIB
+
+
 def test_the_newest_copy_of_each_queue_stands_for_the_others() -> None:
     pool = HostPool(64 * MIB, pin=False)
     for after in (Copy("a", 3), None, Copy("b", 1), Copy("a", 2), Copy("b", 7)):

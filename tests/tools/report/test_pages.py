@@ -22,7 +22,6 @@ from hf_pyao.tools.report.plots.look import (
     LIGHT,
     NARROW_INCHES,
     Look,
-    image_bytes,
 )
 from tests.helpers.documents import make_bench, make_facts, make_row, make_run, make_step
 
@@ -111,14 +110,6 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_page([make_facts()], tmp_path / "file" / "out.md")
 
 
-@pytest.mark.thorough
-def test_the_same_report_gives_the_same_picture() -> None:
-    first, second = (figure_of(make_bench()) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert image_bytes(first, "png") == image_bytes(second, "png")
-
-
 def test_the_trade_off_shows_each_measured_method_once() -> None:
     figure = trade_off_figure(make_bench())
     assert figure is not None
@@ -128,30 +119,6 @@ def test_the_trade_off_shows_each_measured_method_once() -> None:
         assert names.count(method) == 1
     assert "deepspeed" not in names
     assert "allocated device memory, GiB" in axes.get_ylabel()
-
-
-def test_the_trade_off_shows_host_memory_where_there_is_no_device() -> None:
-    figure = trade_off_figure(make_bench([make_row("none", 10.0, None)]))
-    assert figure is not None
-    assert "no device" in figure.axes[0].get_ylabel()
-
-
-def test_no_plot_is_made_of_nothing() -> None:
-    assert trade_off_figure(make_bench([])) is None
-    assert largest_figure(make_bench([])) is None
-    assert figure_of(make_run(totals={}, last_micro_batch={})) is None
-
-
-def test_a_search_is_drawn_as_bars_longest_on_top() -> None:
-    rows = [
-        make_row("none", 10.0, 1.0, num_tried=4, micro_batch=8),
-        make_row("pyao-window", 10.0, 1.0, num_tried=4, micro_batch=22),
-    ]
-    figure = figure_of(make_bench(rows))
-    assert figure is not None
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["none", "pyao-window"]  # from the bottom
-    assert [bar.get_width() for bar in figure.axes[0].patches] == [8, 22]
 
 
 def test_labels_of_a_cluster_do_not_overlap() -> None:
