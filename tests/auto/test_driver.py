@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hf_pyao
-from hf_pyao import attach
+from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto import deciding
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
@@ -117,6 +117,17 @@ def test_answers_of_the_performer_are_the_next_events(caplog: pytest.LogCaptureF
     assert "Planned: RECORDING -> CHECKING" in caplog.text
 
 
+def test_memory_is_answered_with_what_is_done() -> None:
+    engine, performer = Engine(), Performer()
+    driver, switch = driver_of(engine, performer)
+    assert "is offloaded" in str(driver.send(on.OutOfMemory()))
+    assert "waits for every copy" in str(driver.send(on.OutOfMemory()))
+    assert driver.send(on.OutOfMemory()) is None
+    assert engine.used == [EVERYTHING, EVERYTHING, "waits"]
+    driver.send(on.SecondRunWrong(may_replan=False, why="a layer differs"))
+    assert switch.levers == Levers(head_loss="chunked")
+
+
 def test_an_interrupt_only_delays_the_exchange() -> None:
     engine, performer = Engine(), Performer(on.Planned(READY, "draft", "it fits"))
     driver, _ = driver_of(engine, performer)
@@ -211,6 +222,12 @@ def test_what_a_plan_is_compared_with_is_timed_without_the_profiler(
         assert found[:4] == ["MEASURING", "TIMING", "RECORDING", "FOLLOWING"]
     assert observed and all(each == {PlanCheck} for each in observed)
     assert profilers <= NUM_MEASURED - 1
+
+
+def test_a_report_of_a_run_that_decides_nothing_has_no_transitions() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with attach(model, PyAOConfig(policy="all", layers=("0", "1"))) as offloader:
+        assert offloader._deciding.report() == {}
 
 
 def test_cached_memory_is_released_once_before_the_first_forward_of_a_plan(
