@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import json
-import pickle
 import pydoc
 import re
 from pathlib import Path
@@ -20,9 +18,7 @@ from hf_pyao.engine.codecs import CODECS, Codec, get_codec
 from hf_pyao.engine.runtime.policy import (
     Decision,
     Keep,
-    Offload,
     OffloadAll,
-    OffloadModules,
     Policy,
     Situation,
 )
@@ -73,30 +69,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"min_bytes": -1}, r"min_bytes is -1; it cannot be negative \(unit: bytes\)"),
     ({"min_bytes": 1.5}, r"min_bytes is 1\.5; expected a whole number of bytes"),
     ({"min_bytes": True}, r"min_bytes is True; expected a whole number"),
-    ({"min_bytes": None}, r"min_bytes is None; expected a whole number"),
     ({"min_bytes": "64k"}, r"min_bytes is '64k'; expected .* a size such as '256MiB' \(KiB, MiB"),
-    ({"min_bytes": "layer"}, r"min_bytes is 'layer'; expected a whole number of bytes"),
     ({"min_bytes": "1.5"}, r"min_bytes is '1\.5'; expected a whole number of bytes"),
     ({"min_bytes": "-1KiB"}, r"min_bytes is -1024; it cannot be negative"),
-    ({"min_bytes": 10**400}, r"min_bytes is 1000.*000; expected at most 9,223,"),
     ({"min_bytes": 10**5000}, r"min_bytes is .*; expected at most 9,223,"),
     ({"keep_last_layers": -2}, r"keep_last_layers is -2; it cannot be negative \(unit: layers\)"),
     ({"keep_last_layers": "2"}, r"keep_last_layers is '2'; expected a whole number of layers"),
     ({"window": "layers"}, r"window is 'layers'; expected 'layer' or a whole number of bytes, or"),
     ({"window": "256 MoB"}, r"window is '256 MoB'; expected 'layer' or"),
-    ({"window": ""}, r"window is ''; expected 'layer' or"),
-    ({"window": "9e9"}, r"window is '9e9'; expected 'layer' or"),
     ({"window": "8388608TiB"}, r"window is 9223372036854775808; expected at most"),
     ({"window": -5}, r"window is -5; it cannot be negative"),
     ({"host_memory_gib": -0.5}, r"host_memory_gib is -0\.5; it cannot be negative \(unit: GiB\)"),
     ({"host_memory_gib": float("nan")}, r"host_memory_gib is nan; expected a number of GiB"),
-    ({"host_memory_gib": float("inf")}, r"host_memory_gib is inf; expected a number of GiB"),
     ({"host_memory_gib": 1e308}, r"host_memory_gib is 1e\+308; expected .*, below 8,589,934,592"),
-    ({"host_memory_gib": 10**400}, r"host_memory_gib is 1000.*; expected .*, below 8,589,934,592"),
     ({"host_memory_gib": "4"}, r"host_memory_gib is '4'; expected a number of GiB"),
-    ({"host_memory_gib": True}, r"host_memory_gib is True; expected a number of GiB"),
     ({"disk_path": ""}, r"disk_path is ''; expected the path of a directory"),
-    ({"disk_path": 3}, r"disk_path is 3; expected the path of a directory"),
     ({"disk_path": "a\0b"}, r"disk_path is 'a\\x00b'; .*without the character NUL"),
     (
         {"disk_gib": 0},
@@ -111,20 +98,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"head_loss": False}, r"head_loss is False; did you mean 'off'\?"),
     ({"mlp_tiles": 0}, r"mlp_tiles is 0; expected 'off', 'auto', or a whole number of tiles"),
     ({"mlp_tiles": -2}, r"mlp_tiles is -2; it cannot be negative"),
-    ({"mlp_tiles": 2.5}, r"mlp_tiles is 2\.5; expected 'off', 'auto', or"),
     ({"mlp_tiles": "many"}, r"mlp_tiles is 'many'; expected 'off', 'auto', or a whole number"),
-    ({"mlp_tiles": True}, r"mlp_tiles is True; expected 'off', 'auto', or a whole number"),
+    ({"attention_groups": "many"}, r"attention_groups is 'many'; expected 'off', 'auto', or"),
     ({"mlp_tiles": False}, r"mlp_tiles is False; did you mean 'off'\?"),
     ({"stream_weights": -1}, r"stream_weights is -1; it cannot be negative"),
-    ({"stream_weights": 1.5}, r"stream_weights is 1\.5; expected 'off', 'auto', or a whole number"),
     ({"stream_weights": "aut"}, r"stream_weights is 'aut'; did you mean 'auto'\?"),
-    ({"stream_weights": False}, r"stream_weights is False; did you mean 'off'\?"),
     ({"stream_embeddings": "yes"}, r"stream_embeddings is 'yes'; known: auto, on, off"),
     (
         {"stream_embeddings": "on"},
         r"stream_embeddings is 'on', which has no effect while stream_weights is 'off'\. Give",
     ),
-    ({"stream_weights": True}, r"stream_weights is True; expected 'off', 'auto', or"),
     ({"checkpoint_every": -1}, r"checkpoint_every is -1; it cannot be negative \(unit: layers\)"),
     ({"checkpoint_every": 1.0}, r"checkpoint_every is 1\.0; expected a whole number of layers"),
     ({"long_context": "yes"}, r"long_context is 'yes'; expected true or false"),
@@ -140,11 +123,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"log_metrics": "al"}, r"log_metrics is 'al'; did you mean 'all'\?"),
     ({"modules": "mlp_act"}, r"modules is 'mlp_act'; expected a list or tuple.*\('mlp_act',\)"),
-    ({"modules": {"mlp_act": 1}}, r"modules is \{'mlp_act': 1\}; expected a list or tuple of name"),
     ({"modules": b"ab"}, r"modules is b'ab'; expected a list or tuple of names"),
     ({"layers": "mid_block"}, r"layers is 'mid_block'; expected a list or tuple.*\('mid_block',\)"),
     ({"modules": ("",)}, r"modules holds ''; expected non-empty names"),
-    ({"modules": (3,)}, r"modules holds 3; expected non-empty names"),
     ({"policy": "modules"}, r"modules is empty: name roles such as 'mlp_act', or choose 'all'"),
     (
         {"modules": ("mlp_act",)},
@@ -154,7 +135,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"report": "a\0b.json"}, r"report is 'a\\x00b\.json'; .*without the character NUL"),
     ({"report": ""}, r"report is '', which names no file"),
     ({"report": "out/"}, r"report is 'out/', which names no file"),
-    ({"report": "."}, r"report is '\.', which names no file"),
 ]
 
 
@@ -288,35 +268,8 @@ def test_what_a_message_repeats_is_short() -> None:
     assert len(str(caught.value)) < 700
 
 
-def test_it_is_pickled_and_copied_whole() -> None:
-    config = PyAOConfig.from_dict({"window": "1MiB"}, {"window": "--window"})
-    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        assert other == config
-        assert other.label("window") == "--window"
-
-
 # ---- dictionaries and files
 # -------------------------------------------------------------------------
-
-OTHERS = PyAOConfig(
-    policy="modules",
-    modules=("mlp_act", "core_attn"),
-    codec="int8",
-    keep_last_layers=3,
-    min_bytes=5,
-    window=77,
-    host_memory_gib=1.5,
-)
-
-
-@pytest.mark.parametrize("config", [PyAOConfig(), OTHERS])
-def test_round_trips(config: PyAOConfig, tmp_path: Path) -> None:
-    assert PyAOConfig.from_dict(config.to_dict()) == config
-    path = tmp_path / "config.json"
-    config.to_json_file(path)
-    assert PyAOConfig.from_json_file(path) == config
-    assert PyAOConfig.from_json_file(str(path)) == config
-    assert json.loads(path.read_text())["schema_version"] == 1
 
 
 @pytest.mark.parametrize("gone", REMOVED, ids=lambda gone: gone.setting)
@@ -345,10 +298,6 @@ def test_a_file_of_an_earlier_version_is_read_if_it_asks_for_nothing_that_is_gon
     assert PyAOConfig.from_json_file(VERSION_0_1) == PyAOConfig(min_bytes=256, keep_last_layers=2)
     assert PyAOConfig(activation_memory_budget="off") == PyAOConfig()  # type: ignore[call-arg]
     assert "activation_memory_budget" not in inspect.signature(PyAOConfig).parameters
-
-
-def test_part_of_the_keys_is_enough() -> None:
-    assert PyAOConfig.from_dict({"min_bytes": 3}) == PyAOConfig(min_bytes=3)
 
 
 @pytest.mark.parametrize(
@@ -447,25 +396,3 @@ def test_the_nearest_name_is_given_if_any_is_near() -> None:
     message = f"{unknown_name('role', 'xyz', ['mlp_act', 'core_attn'])}"
     assert message == "unknown role 'xyz'; known: core_attn, mlp_act."
     assert "unknown role 3; known" in str(unknown_name("role", 3, ["a"]))
-
-
-def slot_of(nbytes: int, path: str = "mlp.act", layer: str = "layers.0") -> Slot:
-    import torch
-
-    return Slot(layer, 0, path, 2, nbytes, torch.float32)
-
-
-def test_policies_decide_by_size_and_by_module() -> None:
-    assert slot_of(1).name == "mlp.act:2"
-    everything = make_policy(PyAOConfig(min_bytes=100))
-    assert isinstance(everything, OffloadAll)
-    assert everything.decide(slot_of(100), Situation()) == Offload()
-    assert everything.decide(slot_of(99), Situation()) == Keep("below min_bytes")
-    config = PyAOConfig(policy="modules", modules=("mlp_act",), min_bytes=100)
-    some = make_policy(config, {"layers.0": frozenset({"mlp.act", ""})})
-    assert isinstance(some, OffloadModules)
-    assert some.decide(slot_of(100), Situation()) == Offload()
-    assert some.decide(slot_of(100, path=""), Situation()) == Offload()
-    assert some.decide(slot_of(99), Situation()) == Keep("below min_bytes")
-    assert some.decide(slot_of(100, path="mlp"), Situation()) == Keep("not selected")
-    assert some.decide(slot_of(100, layer="layers.1"), Situation()) == Keep("not selected")

@@ -26,7 +26,6 @@ from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.simulation.device import SimulatedDevice
 from hf_pyao.tools.simulation.transport import SimulatedTransport
-from tests.helpers import tiny_model
 
 LINK = LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3)
 SPEEDS = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=5.0, launch_us=2.0)
@@ -634,29 +633,3 @@ def test_two_threads_train_two_models() -> None:
         thread.join()
     for number in range(2):
         assert_same(found[number], expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters_that_are_switched() -> None:
-    peft = pytest.importorskip("peft")
-    base = tiny_model("llama").train()
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-    model = peft.get_peft_model(base, lora).train()
-    model.add_adapter("other", lora)
-    tokens = torch.randint(0, 50, (4, 16), generator=torch.Generator().manual_seed(0))
-
-    def train() -> list[Gradients]:
-        found = []
-        for number in range(6):
-            model.set_adapter("other" if number % 3 == 2 else "default")
-            torch.manual_seed(number)
-            model.zero_grad()
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-        return found
-
-    expected = train()
-    with attach(model, replace(AUTO, layers=(), device_memory_gib=3e-4)) as offloader:
-        assert_same(train(), expected)
-        assert offloader.plan is not None

@@ -78,23 +78,6 @@ def test_a_plan_for_others_does_not_come_back_as_the_plan_of_these(
 
 
 @pytest.mark.thorough
-def test_a_kept_plan_is_followed_again_for_its_parameters(tmp_path: Path) -> None:
-    config = kept_at(tmp_path / "plan.json", num_frozen=1)
-    model = llama(num_frozen=1)
-    with attached(model, config) as offloader:
-        run(model, offloader, 2 * NUM_MEASURED)
-        kept = offloader.plan
-        assert kept is not None
-        freeze(model, 0)
-        run(model, offloader)
-        assert offloader.plan is None
-        run(model, offloader, 2 * NUM_MEASURED)
-        freeze(model, 1)
-        run(model, offloader)
-        assert offloader.plan is kept
-
-
-@pytest.mark.thorough
 def test_a_plan_is_for_the_parameters_with_which_its_step_was_recorded() -> None:
     """It is recorded before the next forward, as the model is then."""
     model = llama(num_frozen=1)

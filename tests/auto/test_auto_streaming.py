@@ -24,7 +24,6 @@ from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.engine.weights.blocks import Block
-from hf_pyao.errors import ConfigError
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.weights.first_residents import FREE_SHARE, first_residents
 from tests.auto.test_auto_policy import (
@@ -36,7 +35,7 @@ from tests.auto.test_auto_policy import (
     step,
     transport,
 )
-from tests.helpers import autocasting, tiny_model
+from tests.helpers import autocasting
 from tests.helpers.adapters import tiny_lora
 
 NUM_LAYERS = 4
@@ -314,9 +313,3 @@ def test_ranks_take_the_least_number() -> None:
     with mock.patch.object(residency, "RankExchange", Exchange):
         assert residency._least_of_all_ranks(3) == 2
         assert residency._least_of_all_ranks(1) == 1
-
-
-def test_everything_trained_is_refused() -> None:
-    model = tiny_model("llama").train()
-    with pytest.raises(ConfigError, match="no layer has frozen weights"):
-        attach(model, config_of(model, 1.0))

@@ -257,13 +257,6 @@ def test_the_plan_of_the_set_before_is_kept_and_of_no_other() -> None:
     assert state.mode is Mode.MEASURING
 
 
-def test_a_plan_is_for_the_parameters_as_its_step_was_recorded() -> None:
-    state, _ = run(AUTO, *CHECKED[:-1], planned(key=B))
-    assert state.key == state.first == B
-    state, _ = trained(state, B, B, B, B, A)
-    assert state.mode is Mode.MEASURING
-
-
 # ---- what a plan came to -------------------------------------------------------------------------
 
 

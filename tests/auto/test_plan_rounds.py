@@ -14,7 +14,6 @@ from hf_pyao.auto.machine.states import Mode, Ready
 from hf_pyao.auto.ranks import agreement, plan_rounds, rank_exchange
 from hf_pyao.auto.ranks.agreement import Agreement
 from hf_pyao.auto.ranks.plan_rounds import LATE, LEAD, Listener, Proposer
-from hf_pyao.auto.ranks.rank_exchange import RankNews
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.ranks import ProcessRank
 
@@ -77,17 +76,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch)
 
 
-def test_all_follow_a_plan_at_the_same_micro_batch(ranks: Ranks) -> None:
-    ranks.proposes("a plan", 5)
-    assert ranks.hears(1, 5) == "a plan"  # it came to its fifth micro-batch later
-    assert ranks.decides(6) is None
-    assert ranks.hears(2, 6) == "a plan"
-    assert ranks.decided(1, 6) is None
-    assert ranks.decides(5 + LEAD) == ""
-    assert [ranks.decided(rank, 5 + LEAD) for rank in (1, 2)] == ["", ""]
-    assert ranks.decides(8) is None  # it is over
-
-
 def test_one_that_cannot_keeps_all_from_it(ranks: Ranks) -> None:
     ranks.proposes("a plan", 5)
     ranks.hears(1, 6)
@@ -148,27 +136,6 @@ def test_a_plan_that_is_withdrawn_is_followed_by_no_one(ranks: Ranks) -> None:
     ranks.first.withdraw("it has other memory now")
     assert ranks.decides(7) is None
     assert [ranks.decided(rank, 7) for rank in (1, 2)] == ["it has other memory now"] * 2
-
-
-def test_ranks_hear_of_what_is_new_alone(ranks: Ranks) -> None:
-    news = []
-    for rank in range(NUM_RANKS):
-        ranks.at(rank)
-        news.append(RankNews("batches"))
-
-    def heard() -> list[str]:
-        ranks.at(0)
-        return list(news[0].news())
-
-    assert heard() == []
-    ranks.at(2)
-    news[2].tell("small")
-    news[2].tell("large")
-    assert heard() == ["large"]
-    assert heard() == []
-    ranks.at(1)
-    news[1].tell("other")
-    assert heard() == ["other", "large"]
 
 
 # ---- what each rank holds until all have agreed ----------------------------------------------------

@@ -17,22 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from hf_pyao import PyAOArguments, PyAOConfig, PyAOPlugin
 from hf_pyao.config import SETTINGS
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.trainer import _resolve_config
-from hf_pyao.levers import Levers
-from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_levers import free_levers
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.predict.speed_range import PRESET
-from hf_pyao.plan.predictor.predictor import Card, Predictor
-from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining
-from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.estimate.recorded_step import record_step
-from tests.helpers.hardware import HARDWARE
 
 IMPLIED = {
     "keep_last_layers": (1, 1),
@@ -133,6 +125,22 @@ def through_flags(given: dict[str, Any]) -> PyAOConfig:
     return config
 
 
+def through_command_line(given: dict[str, Any]) -> PyAOConfig:
+    words = ["--activation_offload"]
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"--activation_offload_{name}", *map(str, values)]
+    (parsed,) = parser().parse_args_into_dataclasses(words, look_for_args_file=False)
+    config = parsed.pyao_config()
+    assert config is not None
+    return config
+
+
+@cache
+def parser() -> HfArgumentParser:
+    return HfArgumentParser(PyAOArguments)
+
+
 def through_flags_and_file(given: dict[str, Any], folder: Path) -> PyAOConfig:
     """Give every second field in the file, and the others as flags."""
     names = sorted(given)
@@ -171,6 +179,7 @@ def round_trips(
         "pickle": pickle.loads(pickle.dumps(config)),
         "deepcopy": copy.deepcopy(config),
         "flags": through_flags(given),
+        "command line": through_command_line(given),
         "flags and file": through_flags_and_file(given, folder),
         "environment": through_environment(given, patch),
         "plugin": PyAOPlugin(**given).config(),
@@ -285,67 +294,4 @@ def test_flags_fill_what_the_trainers_configuration_leaves_open() -> None:
 
 # ---- the same plan -------------------------------------------------------------------------------
 
-SHARE = -0.1
-"""Less memory than offloading everything takes: options that are open are needed."""
 LENGTH, MICRO_BATCH = 64, 2
-SMALL = {"min_bytes": 4096, "policy": "auto"}
-"""What is given in each of these, beside what is drawn."""
-PLANNED = {
-    "window",
-    "keep_last_layers",
-    "checkpoint_every",
-    "save_attention",
-    "checkpoint_nested",
-} | {"attention_groups", "recompute_modules", "allow_lossy"}
-"""Fields that may change a plan of a step whose loss and MLPs are as they are."""
-
-
-@cache
-def training() -> FakeTraining:
-    model = "llama:hidden_size=64,intermediate_size=176,num_hidden_layers=3,num_attention_heads=4"
-    return FakeTraining(config=config_of(parse_model(f"{model},vocab_size=128")))
-
-
-@cache
-def recorded(levers: Levers) -> StepProgram:
-    return record_step(training(), MICRO_BATCH, LENGTH, levers=levers, must_run_again=True)
-
-
-def plan_for(config: PyAOConfig, share: float = SHARE) -> dict[str, Any]:
-    """Return the plan for a share of what the step takes with everything kept."""
-    config = dataclasses.replace(config, labels=None)  # they are in sentences of the plan
-    request = PlanRequest.of_config(config)
-    card = Card.of(HARDWARE.device, HARDWARE.link, PRESET)
-    choice = Predictor(lambda _, levers: recorded(levers), card, request).choice()
-    simple = [each.peak_bytes for each in choice.resident.configured.simple().values()]
-    limit_bytes = min(simple) + share * (max(simple) - min(simple))
-    chosen = choice.best(limit_bytes).levers
-    if not chosen.fits:
-        return {"nothing fits": str(chosen.error)}
-    plan = plan_of_choice(chosen, limit_bytes=limit_bytes, model={}, num_front_points=0)
-    return {name: value for name, value in plan.to_dict().items() if name != "provenance"}
-
-
-def test_the_same_plan_follows_from_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plan_for(PyAOConfig(**SMALL))
-    assert expected["levers"]["checkpoint_every"], "this plan needs an option that is open"
-    for way, other in round_trips(SMALL, tmp_path, monkeypatch).items():
-        if way in ("file", "changed and changed back"):
-            assert plan_for(other) == expected, way
-
-
-@pytest.mark.thorough
-def test_the_same_plans_follow_from_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, found = random.Random(1), []
-    for _ in range(6):
-        given = {name: value for name, value in draw(rng).items() if name in PLANNED} | SMALL
-        try:
-            config = PyAOConfig(**given)
-        except ConfigError:
-            continue
-        expected = plan_for(config)
-        found.append(expected)
-        for way, other in round_trips(given, tmp_path, monkeypatch).items():
-            assert plan_for(other) == expected, (way, given)
-    assert any("nothing fits" in each for each in found)
-    assert any("levers" in each for each in found)

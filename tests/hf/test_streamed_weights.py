@@ -11,36 +11,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, attach
 from hf_pyao.engine.weights.tables import StreamedTable
-from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.hf.accumulation import said_of_accumulation
-from tests.helpers import VOCAB, tiny_batch, tiny_model
+from tests.helpers import tiny_batch
 from tests.helpers.adapters import tiny_lora
+from tests.hf.test_trainer import arguments, examples
 
 STREAMED = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1, stream_weights=0)
-
-
-def examples(count: int = 8) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCAB, (count, 8), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in ids]
-
-
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 1,
-        **more,
-    }
-    return TrainingArguments(**options)
 
 
 def assert_same(model: nn.Module, reference: nn.Module) -> None:
@@ -72,7 +52,8 @@ def test_trainer_trains_evaluates_and_saves_as_without(
     config = replace(STREAMED, **settings)
     model = tiny_lora("llama", dropout=0.1)
     plain = copy.deepcopy(model)
-    more = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, **more}
+    strategies = {"eval_strategy": "steps", "save_strategy": "steps"}
+    more = {**strategies, "eval_steps": 2, "save_steps": 2, **more}
     data: dict[str, Any] = {"train_dataset": examples(), "eval_dataset": examples(4)}
     reference = Trainer(model=plain, args=arguments(tmp_path / "plain", **more), **data)
     expected = reference.train()
@@ -161,20 +142,3 @@ def test_the_plugin_attaches_before_accelerate_moves_the_model() -> None:
     assert losses[:3] == losses[3:]
     assert_same(model, plain)
     assert not is_streamed(model)
-
-
-def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(model: nn.Module, **more: Any) -> None:
-        args = arguments(tmp_path, **more)
-        PyAOTrainer(model=model, args=args, train_dataset=examples(), pyao_config=STREAMED)
-
-    with pytest.raises(ConfigError, match="no layer has frozen weights"):
-        make(tiny_model("llama"))
-    with pytest.raises(ConflictError, match="FSDP"):
-        make(tiny_lora("llama"), fsdp="full_shard")
-    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)  # training arguments may have set it
-    with pytest.raises(ConflictError, match="torch_compile"):
-        make(tiny_lora("llama"), torch_compile=True)
-    assert not is_streamed(tiny_lora("llama"))

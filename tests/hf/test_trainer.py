@@ -24,7 +24,6 @@ from hf_pyao import (
     attach,
 )
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.plan.documents.run import RunReport
 from tests.helpers import VOCAB, assert_same_parameters, num_hooks, tiny_model
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
@@ -323,20 +322,6 @@ def test_auto_find_batch_size_attaches_anew_each_try(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_report_is_written_when_training_ends(tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "report.json"
-    config = replace(EVERYTHING, report=str(path))
-    trainer = trainer_for(PyAOTrainer, tiny_opt(), arguments(tmp_path), pyao_config=config)
-    trainer.train()
-    report = RunReport.from_json_file(path)
-    assert report.config == config.to_dict()
-    assert report.totals == trainer.offload_metrics
-    assert report.totals["offloaded_bytes"] == sum(logged(trainer, "pyao/offloaded_bytes"))
-    assert report.last_micro_batch["offloaded_bytes"] > 0
-    assert report.extra == {"num_steps": 3}
-
-
-@pytest.mark.thorough
 def test_a_report_that_cannot_be_written_costs_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -530,16 +515,6 @@ def test_after_a_failure_the_callback_detaches_on_request(tmp_path: Path) -> Non
     assert callback.totals["offloaded_bytes"] > 0
 
 
-@pytest.mark.thorough
-def test_configuration_and_flags_that_agree(tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path, PyAOTrainingArguments, activation_offload=True, activation_offload_min_bytes=0
-    )
-    trainer = trainer_for(PyAOTrainer, tiny_opt(), args, pyao_config=EVERYTHING)
-    trainer.train()
-    assert trainer.offload_metrics["offloaded_bytes"] > 0
-
-
 def test_configuration_and_flags_that_disagree_are_refused(tmp_path: Path) -> None:
     args = arguments(
         tmp_path, PyAOTrainingArguments, activation_offload=True, activation_offload_min_bytes=1
@@ -562,54 +537,3 @@ def test_conflicts_are_found_when_the_trainer_is_made(tmp_path: Path) -> None:
     trainer = trainer_for(Trainer, tiny_opt(), args)
     with pytest.raises(ConflictError, match="offload=True"):
         PyAOCallback().on_train_begin(args, trainer.state, trainer.control, model=trainer.model)
-
-
-@pytest.mark.thorough
-def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    trl = pytest.importorskip("trl", reason="its SFTTrainer is trained")
-
-    class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    def train(cls: Any, **more: Any) -> Any:
-        args = arguments(tmp_path, trl.SFTConfig, bf16=False, **{CHECKPOINTING: False})
-        rows = [{"input_ids": row["input_ids"].tolist()} for row in examples()]
-        trainer = cls(
-            model=tiny_llama(0.1),
-            args=args,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tiny_tokenizer(),
-            **more,
-        )
-        trainer.train()
-        return trainer
-
-    reference = train(trl.SFTTrainer)
-    trainer = train(OffloadingSFTTrainer, pyao_config=EVERYTHING)
-    assert_same_parameters(trainer.model, reference.model)
-    assert logged(trainer, "loss") == logged(reference, "loss")
-    assert min(logged(trainer, "pyao/offloaded_bytes")) > 0
-    assert num_hooks(trainer.model) == num_hooks(reference.model)
-
-
-def test_trls_offloading_is_refused_before_trl_sets_it_up(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="its offloader is refused")
-
-    class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    args = arguments(tmp_path, trl.SFTConfig, bf16=False, activation_offloading=True)
-    with pytest.raises(ConflictError, match="TRL's activation_offloading"):
-        OffloadingSFTTrainer(tiny_llama(), args)
-
-
-def tiny_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

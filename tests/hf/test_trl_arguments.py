@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_pyao import PyAOArguments, PyAOConfig
-from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.errors import ConfigError
 from hf_pyao.settings.removed import REMOVED
 from tests.hf.test_arguments import parse
 
@@ -61,13 +61,6 @@ def test_the_flag_is_no_abbreviation_of_trls_once_mixed_in(cls: type) -> None:
     arguments = parse("--activation_offloading", *on_cpu, cls=cls)
     assert arguments.activation_offloading is True
     assert arguments.pyao_config() is None
-
-
-def test_both_offloaders_together_are_refused() -> None:
-    with pytest.raises(ConflictError, match="TRL's activation_offloading"):
-        SFTWithOffload(
-            "out", activation_offload=True, activation_offloading=True, use_cpu=True, bf16=False
-        )
 
 
 def test_listed_last_the_mixin_checks_on_request() -> None:

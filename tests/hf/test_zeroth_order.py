@@ -18,8 +18,10 @@ from hf_pyao import (
     ZerothOrderSettings,
 )
 from hf_pyao.errors import ConfigError, ConflictError
-from tests.helpers import VOCAB, tiny_model
+from tests.helpers import tiny_model
 from tests.helpers.plain_mezo import PlainMeZO
+from tests.hf.test_trainer import arguments as trainer_arguments
+from tests.hf.test_trainer import examples
 
 EPSILON, RATE = 1e-2, 1e-2
 
@@ -44,27 +46,9 @@ class PlainTrainer(Trainer):
         return torch.tensor(0.0)
 
 
-def examples(count: int = 8) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCAB, (count, 8), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in ids]
-
-
 def arguments(folder: Path, kind: type = TrainingArguments, **more: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": RATE,
-        "max_grad_norm": 0.0,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 1,
-        "logging_steps": 1,
-        **more,
-    }
-    return kind(**options)
+    own = {"max_steps": 4, "learning_rate": RATE, "max_grad_norm": 0.0, "save_strategy": "steps"}
+    return trainer_arguments(folder, kind, **{**own, **more})
 
 
 def trainer_of(model: nn.Module, folder: Path, **more: Any) -> PyAOZerothOrderTrainer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -49,13 +48,6 @@ def test_run_learns_offloads_and_says_so(architecture: str, run_recipe: Run) -> 
     ]:
         shown = float(run.row(label).removesuffix(" MiB"))
         assert shown == pytest.approx(totals[key] / 6 / 2**20, abs=0.05)
-
-
-@pytest.mark.thorough
-def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recipe: Run) -> None:
-    run = run_recipe("llama", *OFFLOAD_SMALL_TENSORS, "--activation_offload_head_loss", "chunked")
-    assert re.fullmatch(r"in 1 chunk of \d+ tokens", run.row("head loss"))
-    assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
 @pytest.mark.thorough
@@ -147,14 +139,6 @@ def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None
         (["--tokenizer_name", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
         (["--resume_from_checkpoint", "last"], "there is no checkpoint in --output_dir"),
         (["--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint of a Trainer"),
-        (
-            ["--activation_offload_policy", "al"],
-            "--activation_offload_policy is 'al'; did you mean 'all'?",
-        ),
-        (
-            ["--no_activation_offload", "--activation_offload_min_bytes", "1"],
-            "--activation_offload_min_bytes would have no effect",
-        ),
         (
             ["--activation_ofload_codec", "int8"],
             "unknown option '--activation_ofload_codec'; did you mean '--activation_offload_codec'?",

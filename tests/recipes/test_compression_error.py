@@ -195,11 +195,3 @@ def test_resume_refuses_what_it_cannot_go_on_with(smoke: tuple[Path, str], tmp_p
 
 def without_time(run: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in run.items() if key != "wall_s"}
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compression_error.main(["--help"])
-    printed = capsys.readouterr().out
-    for taught in ("gradients", "curves", "overflow", "--resume goes on", "--smoke", "controls"):
-        assert taught in printed

@@ -20,16 +20,14 @@ from experiments.communication import (
     Cluster,
     Work,
     find_engine,
-    num_rounds,
     sent_bytes,
     step_time,
     time_of_accumulated,
     time_to,
 )
 from experiments.memory_page import fitting_others
-from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedups_of
-from experiments.predictor import Predictor, scale_copies
-from experiments.real_cluster import step_ms_of
+from experiments.miniature_cluster import points_of, read_sweeps, speedups_of
+from experiments.predictor import Predictor
 from experiments.rows import MODES, RESULTS, one, read_document, select
 from experiments.scaling import split
 from experiments.systems import (
@@ -113,11 +111,6 @@ def test_stragglers_cost_more_where_nodes_meet_at_each_micro_step() -> None:
     assert waits["zero2"] == pytest.approx(1.6 * 1.163, rel=0.02)
 
 
-def test_rounds_of_all_countings() -> None:
-    assert [num_rounds(256, 4, 5, each) for each in COUNTINGS] == [64, 64, 13, 13]
-    assert [num_rounds(256, 10, 5, each) for each in COUNTINGS] == [26, 26, 6, 6]
-
-
 def test_no_counting_of_rounds_explains_gpt2() -> None:
     """Even with a step that is communication alone, the ratio is that of the micro-batches."""
     small, large = published.MICRO_BATCHES["gpt2"]
@@ -127,31 +120,6 @@ def test_no_counting_of_rounds_explains_gpt2() -> None:
             256, large, engine, FIVE, work, counting
         )
         assert ratio < large / small < published.SPEEDUPS["gpt2"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_nodes": 0}, "num_nodes is 0; expected 1 or more"),
-        ({"link_gbit_per_s": 0.0}, "link_gbit_per_s is 0.0; expected more than 0"),
-        ({"efficiency": 1.5}, "efficiency is 1.5; expected above 0, at most 1"),
-        ({"slowest_link": 0.0}, "slowest_link is 0.0"),
-        ({"jitter": -1.0}, "jitter is -1.0; expected 0 or more"),
-        ({"overlap": 2.0}, "overlap is 2.0; expected 0 to 1"),
-    ],
-)
-def test_bad_clusters_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        dataclasses.replace(FIVE, **fields)
-
-
-def test_bad_names_and_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="zero2"):
-        find_engine("zero-2")
-    with pytest.raises(ConfigError, match="expected 1 micro-batch or more"):
-        find_engine("zero2").passes(0)
-    with pytest.raises(ConfigError, match="expected 1 or more"):
-        num_rounds(256, 0, 5, COUNTINGS[0])
 
 
 # ---- calibration ---------------------------------------------------------------------------------
@@ -277,10 +245,6 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         read_sweeps([tmp_path / "missing.json"])
 
 
-def test_a_sweep_without_points_gives_no_rows() -> None:
-    assert list(points_of([Sweep(name="", setup={}, points=[])])) == []
-
-
 # ---- prediction ----------------------------------------------------------------------------------
 
 
@@ -295,48 +259,11 @@ def test_int8_moves_what_the_real_engine_moves() -> None:
     assert coded.step_ms <= exact.step_ms
 
 
-@pytest.mark.thorough
-def test_copies_are_scaled_and_what_stays_stays() -> None:
-    program = Predictor("opt", "micro", sequence_length=64).program(PYAO, 2)
-    half = scale_copies(program, 0.5)
-    for slot, scaled in zip(program.slots, half.slots, strict=True):
-        assert scaled.link_bytes == (max(1, round(slot.link_bytes / 2)) if slot.link_bytes else 0)
-        assert scaled.nbytes == slot.nbytes
-
-
-@pytest.mark.thorough
-def test_checkpointing_takes_less_memory_and_more_time_than_nothing() -> None:
-    predictor = Predictor("gpt2", "micro", sequence_length=64)
-    plain, again = (predictor.predicted(system, 8) for system in (BASELINE, CHECKPOINTING))
-    assert again.peak_bytes < plain.peak_bytes and again.step_ms > plain.step_ms
-
-
-@pytest.mark.thorough
-def test_a_slower_card_takes_longer_over_the_same_step() -> None:
-    predictor = Predictor("gpt2", "micro", sequence_length=64)
-    fast, slow = (each.predicted(BASELINE, 2) for each in (predictor, predictor.at(0.01)))
-    assert slow.step_ms > 2 * fast.step_ms and slow.peak_bytes == fast.peak_bytes
-    assert predictor.predicted(BASELINE, 2).step_ms == fast.step_ms
-
-
-def test_roles_own_what_their_modules_save() -> None:
-    assert modules.role_of("opt", "self_attn.q_proj:0") == "qkv_linear"
-    assert modules.role_of("opt", "self_attn:3") == "core_attn"
-    assert modules.role_of("opt", ":0") is None
-    assert modules.role_of("llama", "mlp.gate_proj:0") == "mlp_up"
-
-
 def test_the_guides_own_example_comes_out() -> None:
     for row in hiding._guides_own():
         assert row.value == pytest.approx(row.published, rel=0.02)
     assert hiding.overlapped_ms(20, 2**31, 25) == pytest.approx(80)
     assert hiding.overlapped_ms(20, 2**31, 900) == 20
-
-
-def test_a_recipes_step_is_read_from_its_table() -> None:
-    line = "time of an optimizer step, median of 240          1,256 ms\n"
-    assert step_ms_of(f"x\n{line}") == 1256
-    assert step_ms_of("nothing") is None
 
 
 # ---- scripts -------------------------------------------------------------------------------------
@@ -363,17 +290,6 @@ def test_smoke_of_every_experiment(name: str, tmp_path: Path) -> None:
     assert not document["is_measured"]
     if run.BY_NAME[name].plot is not None:
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
-
-
-@pytest.mark.thorough
-def test_smoke_of_a_miniature_counts_what_is_held(tmp_path: Path) -> None:
-    rows = smoke("figure4", tmp_path, "--miniature", "--no-plots")["rows"]
-    held = {(row["system"], row["micro_batch"]): row["value"] for row in rows}
-    for micro_batch in (1, 2):
-        plain = held[BASELINE.name, micro_batch]
-        assert held[PYAO.name, micro_batch] < plain
-        assert held[CHECKPOINTING.name, micro_batch] < plain
-    assert {row["mode"] for row in rows} == {"miniature"}
 
 
 @pytest.mark.thorough
@@ -432,23 +348,6 @@ def test_without_an_accelerator_real_refuses_in_one_line(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert said.err.startswith(f"{name}: error: ") and said.err.count("\n") == 1
-
-
-def test_help_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["--help"])
-    said = capsys.readouterr().out
-    for experiment in EXPERIMENTS:
-        assert re.search(rf"^  {experiment.name} +{re.escape(experiment.title)}$", said, re.M)
-
-
-def test_what_is_no_figure_of_that_kind_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("table3", "figure6"):
-        with pytest.raises(SystemExit):
-            run.main([name, "--miniature"])
-        assert capsys.readouterr().err.count("\n") == 1
 
 
 # ---- results and the page ------------------------------------------------------------------------

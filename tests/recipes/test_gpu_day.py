@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from on_gpu import day, parts
 from on_gpu.day import Journal, Line, problems_of, read_lines, run_part, run_parts
 from on_gpu.measure import Lab, measure
 from on_gpu.page import page_of
-from on_gpu.parts import FIRST, PARTS, SECOND, Request, count_outcomes, files_with_gpu_tests
-from on_gpu.rows import CAP_GIB, LARGEST, WAYS, all_rows, cap_rows, smoke
+from on_gpu.parts import FIRST, PARTS, SECOND, Request, count_outcomes
+from on_gpu.rows import CAP_GIB, LARGEST, all_rows, cap_rows, smoke
 from on_gpu.tasks import hidden_copies
 from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
@@ -142,14 +141,6 @@ def test_a_second_folder_has_the_first_and_measures_what_is_missing(
     assert sorted(path.name for path in second.iterdir()) == ["day.jsonl", "day.md", "log.txt"]
 
 
-def test_wheels_are_unpacked(tmp_path: Path) -> None:
-    wheel = tmp_path / "pure-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("pure_package/__init__.py", "answer = 42")
-    assert day.unpack_wheels(tmp_path, tmp_path / "into") == [wheel.name]
-    assert (tmp_path / "into" / "pure_package" / "__init__.py").is_file()
-
-
 def test_what_must_not_be_is_named() -> None:
     expected = {"name": "b", "status": OUT_OF_MEMORY, "was_expected_to_run_out": True}
     lines: list[Line] = [
@@ -182,20 +173,6 @@ def test_the_list_says_how_long_each_command_takes(capsys: pytest.CaptureFixture
     assert f"first command: {sums[FIRST]} s" in said
     assert f"second command: {sums[SECOND]} s" in said
     assert all(part.summary in said for part in PARTS.values())
-
-
-def test_rows_have_names_of_their_own_and_ways_that_are_known() -> None:
-    rows = all_rows()
-    assert len({row.name for row in rows}) == len(rows)
-    assert {row.way for row in rows} <= set(WAYS)
-    assert {row.part for row in rows} <= set(PARTS)
-
-
-def test_auto_has_a_limit_to_plan_for_and_few_micro_batches_to_measure() -> None:
-    for row in all_rows():
-        if row.way.startswith("auto"):
-            assert row.settings["device_memory_gib"]
-            assert (WAYS[row.way].settings or {})["profile_steps"] == 3
 
 
 def test_auto_settles_on_small_batches_before_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,19 +236,6 @@ def test_outcomes_are_counted_whatever_pytest_was_started_with() -> None:
     skipped = [lines[3]]
     assert not count_outcomes(skipped)["is_right"], "a device was asked for these"
     assert count_outcomes(skipped, may_skip=True)["is_right"]
-
-
-def test_tests_for_a_gpu_are_found_those_of_its_folder_first(tmp_path: Path) -> None:
-    for name, text in {
-        "gpu/test_z.py": "pytestmark = pytest.mark.gpu",
-        "codecs/test_b.py": "@pytest.mark.gpu",
-        "codecs/test_c.py": "@pytest.mark.slow",
-    }.items():
-        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tests" / name).write_text(text)
-    found = files_with_gpu_tests(everywhere=True, root=tmp_path)
-    assert [Path(path).name for path in found] == ["test_z.py", "test_b.py"]
-    assert len(files_with_gpu_tests(everywhere=False, root=tmp_path)) == 1
 
 
 def test_copies_beside_kernels_are_hidden() -> None:

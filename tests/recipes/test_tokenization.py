@@ -10,8 +10,7 @@ import pytest
 
 import tokenization
 from hf_pyao.errors import ConfigError
-from text_data import standard_library
-from tokenization import END_OF_TEXT, default_cache_dir, tokenize_with_own_bpe
+from tokenization import END_OF_TEXT, tokenize_with_own_bpe
 
 DOCUMENTS = ("def add(a, b):\n    return a + b\n" * 20, "naïve ☃ text\n" * 20)
 
@@ -27,15 +26,6 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
     assert 258 < len(tokenizer) <= 300
     assert 0 <= tokens.min() <= tokens.max() < len(tokenizer)
     assert len(tokens) < sum(len(text.encode()) for text in DOCUMENTS) / 2
-
-
-@pytest.mark.thorough
-def test_training_twice_gives_the_same(tmp_path: Path) -> None:
-    documents = standard_library(0.2).documents
-    first, first_tokens = tokenize_with_own_bpe(documents, 700, tmp_path / "a")
-    second, second_tokens = tokenize_with_own_bpe(documents, 700, tmp_path / "b")
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
-    assert np.array_equal(first_tokens, second_tokens)
 
 
 def test_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,21 +109,3 @@ def test_an_unusable_cache_folder_is_done_without(
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--vocab_size is 257.*at least 258"):
         tokenize_with_own_bpe(DOCUMENTS, 257, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"HF_HOME": "/a", "XDG_CACHE_HOME": "/b"}, "/a/hf_pyao"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/hf_pyao"),
-        ({"HOME": "/c"}, "/c/.cache/hf_pyao"),
-    ],
-)
-def test_cache_folder_follows_the_conventions(
-    environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert default_cache_dir() == Path(folder)

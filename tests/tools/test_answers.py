@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -112,16 +111,6 @@ def test_a_damaged_file_is_replaced(ask: Asking, content: str) -> None:
     second = ask()
     assert (ask.num_computed, second.title) == (2, "answer 2")
     assert ask() == second != first
-
-
-def test_an_answer_of_another_form_is_computed_anew(ask: Asking) -> None:
-    ask()
-    (path,) = ask.files
-    values = json.loads(path.read_text())
-    values["answer"]["schema_version"] = 0
-    path.write_text(json.dumps(values))
-    ask()
-    assert ask.num_computed == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(ask: Asking) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 from transformers import Trainer, TrainingArguments
 
 from hf_pyao import (
-    Offloader,
     PyAOArguments,
     PyAOCallback,
     PyAOConfig,
@@ -35,7 +34,6 @@ from hf_pyao.auto.effects.arguments import (
     warn_of_sequence_parallel,
 )
 from hf_pyao.errors import ConfigError, ConflictError, PyAOError
-from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import RunReport
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
@@ -301,24 +299,6 @@ def test_a_forward_that_is_not_compared_is_compared_at_the_end() -> None:
     ]
 
 
-def test_what_its_part_has_said_is_only_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    effects, fact = (
-        EffectLedger(),
-        look_at_arguments(liger_arguments(), PyAOConfig(head_loss="chunked")),
-    )
-    effects.note(next(fact), is_said=True)
-    assert len(effects.facts) == 1
-    assert not caplog.records
-
-
-def test_the_comparison_waits_for_micro_batches_that_save() -> None:
-    effects, called = EffectLedger(), []
-    effects.compare_after(2, lambda: called.append(True))
-    for num_packs, expected in ((3, 0), (0, 0), (3, 1), (3, 1)):
-        effects.micro_batch_is_over(MicroBatchStats(num_packs=num_packs))
-        assert len(called) == expected
-
-
 def test_the_report_has_the_facts(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     facts_of(llama(), window=2**30, report=str(path))
@@ -551,9 +531,3 @@ def test_ring_attention_is_said(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_sequence_parallel(SimpleNamespace(parallelism_config=None))
     warn_of_sequence_parallel(SimpleNamespace())
     assert not caplog.text
-
-
-def test_an_offloader_knows_its_facts() -> None:
-    with attach(llama(), dataclasses.replace(EVERYTHING, keep_last_layers=3)) as offloader:
-        assert isinstance(offloader, Offloader)
-        assert [fact.setting for fact in offloader.engine.effects.facts] == [OFFLOADING]

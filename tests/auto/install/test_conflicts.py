@@ -15,9 +15,7 @@ from hf_pyao import attach
 from hf_pyao.auto.install.conflicts import (
     check_checkpointing_arguments,
     check_model,
-    check_other_offloaders,
     check_training_arguments,
-    uses_checkpointing,
 )
 from hf_pyao.errors import ConfigError, ConflictError
 from tests.helpers import tiny_model
@@ -34,11 +32,6 @@ CAN_OFFLOAD = "offload" in inspect.signature(ENABLE_CHECKPOINTING).parameters
 
 def cpu_arguments(**values: Any) -> TrainingArguments:
     return TrainingArguments("out", use_cpu=True, **values)
-
-
-def test_plain_arguments_and_a_plain_model_pass() -> None:
-    check_training_arguments(cpu_arguments())
-    check_model(tiny_model("llama"))
 
 
 def test_checkpointing_and_segments_are_not_both_asked_for() -> None:
@@ -63,37 +56,6 @@ def test_compiled_autograd_is_refused() -> None:
         with pytest.raises(ConflictError, match=r"compiled_autograd is on.*Switch it off"):
             attach(tiny_model("llama"))
     attach(tiny_model("llama")).detach()
-
-
-def test_transformers_own_checkpoint_offloading_is_refused() -> None:
-    arguments = cpu_arguments(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}})
-    with pytest.raises(ConflictError, match=r"offload=True.*Drop that key"):
-        check_training_arguments(arguments)
-
-
-def test_checkpointing_without_offload_passes() -> None:
-    arguments = cpu_arguments(
-        **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
-    )
-    check_training_arguments(arguments)
-    assert uses_checkpointing(arguments)
-    assert not uses_checkpointing(cpu_arguments())
-
-
-def test_trl_offloading_is_refused_and_the_abbreviation_explained() -> None:
-    trl = pytest.importorskip("trl", reason="its arguments are refused")
-    arguments = trl.SFTConfig("out", use_cpu=True, bf16=False, activation_offloading=True)
-    with pytest.raises(ConflictError, match="abbreviation of it: mix PyAOArguments"):
-        check_training_arguments(arguments)
-    check_other_offloaders(trl.SFTConfig("out", use_cpu=True, bf16=False))
-
-
-def test_several_gpus_in_one_process_are_refused() -> None:
-    arguments = cpu_arguments()
-    assert arguments.n_gpu == 0  # which also settles it before it is replaced
-    arguments._n_gpu = 2
-    with pytest.raises(ConflictError, match=r"2 GPUs are visible.*CUDA_VISIBLE_DEVICES=0"):
-        check_training_arguments(arguments)
 
 
 def test_data_parallel_is_refused() -> None:

@@ -81,21 +81,6 @@ def test_bits_are_those_of_the_resident_run(order: tuple[int, ...], policy: str)
     assert seen[1:] == list(itertools.islice(itertools.cycle(order), 7)), "as asked for"
 
 
-def test_uploads_are_counted_on() -> None:
-    model = llama()
-    with streamed(model) as offloader:
-        weights = weights_of(offloader)
-        counts = [0]
-        for resident in (0, NUM_LAYERS, 2):
-            weights.ask_for(resident)
-            model(**tiny_batch()).loss.backward()
-            counts.append(weights.figures()["num_uploads"])
-        first, none, third = (b - a for a, b in itertools.pairwise(counts))
-        assert first == 2 * NUM_LAYERS - 2
-        assert none == 0
-        assert third == 2 * 3 - 2, "the ring is new, and empty"
-
-
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantised_weights_change_places_with_their_scales(kind: str) -> None:
     expected = trained(llama(kind), 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,6 @@ from hf_pyao import PyAOConfig
 from hf_pyao.engine.codecs import CODECS, Codec, Encoded, get_codec
 from hf_pyao.engine.codecs.grid import AMAX_FLOOR
 from hf_pyao.engine.codecs.grouped import GroupedCodec
-from hf_pyao.errors import ConfigError
 from studies.study_codecs import STUDY_CODECS, study_codec
 from tests.helpers.codec_tensors import FLOATS, bits, tensors
 
@@ -209,17 +206,3 @@ def test_a_codec_of_one_s_own_need_not_state_its_error() -> None:
 
     codec = Halves()
     assert get_codec(PyAOConfig(policy="all", codec=codec).codec) is codec
-
-
-def test_unknown_codecs_are_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'int8'"):
-        get_codec("int8_groups")
-    with pytest.raises(ConfigError, match="expected one of"):
-        get_codec(8)  # type: ignore[arg-type]
-
-
-def test_encoded_is_a_value() -> None:
-    encoded = Encoded((torch.zeros(3), torch.zeros(2, dtype=torch.int8)), None)
-    assert encoded.payload_bytes == 14
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        encoded.spec = 1  # type: ignore[misc]

@@ -183,13 +183,6 @@ def test_prefetch_by_bytes_reaches_further_in_the_same_memory(codec: str) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("codec", COMPRESSING)
-def test_copies_take_as_much_less_time(codec: str) -> None:
-    plain_ms, compressed_ms = (step(name).metrics["transfer_ms"] for name in ("identity", codec))
-    assert compressed_ms == pytest.approx(plain_ms * PAYLOAD_BYTES[codec] / SLOT_BYTES)
-
-
-@pytest.mark.thorough
 def test_gradients_are_those_of_values_encoded_and_decoded_once() -> None:
     for name in COMPRESSING:
         codec = study_codec(name)

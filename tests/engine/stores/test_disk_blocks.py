@@ -148,17 +148,6 @@ def test_a_removed_folder_and_a_link_are_named(tmp_path: Path) -> None:
         write(tmp_path, blocks_of(6))
 
 
-def test_an_open_file_outlives_its_folder(tmp_path: Path) -> None:
-    blocks = blocks_of(7)
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    file, reader = write(folder, blocks), DiskReader()
-    file.path.unlink()
-    folder.rmdir()
-    assert torch.equal(whole(reader, file, 4), blocks[4])
-    reader.close()
-
-
 def test_without_direct_reads_pages_are_dropped_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,17 +279,6 @@ def test_mutants_that_go_on_at_a_wrong_offset_are_caught(
     is_mutant = fill is not FILL
     assert bool(num_wrong) == (is_mutant and not is_checked)
     assert bool(num_refused) == (is_mutant and is_checked)
-
-
-def test_a_drive_that_always_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    def failing(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    file, reader = write(tmp_path, blocks_of(15)), DiskReader(failing)
-    for number in range(len(SIZES)):
-        with pytest.raises(DiskError, match=file.path.name):
-            whole(reader, file, number)
-    reader.close()
 
 
 def test_a_corrupted_block_is_never_handed_out(tmp_path: Path) -> None:

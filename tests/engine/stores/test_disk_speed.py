@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from hf_pyao.engine.stores.disk_speed import measure_disk, measure_reads
 from hf_pyao.errors import ConfigError, DiskError
 from hf_pyao.tools.bench import doctor
 from tests.helpers.disks import files_of, take_any_file_system
+from tests.tools.bench.test_doctor import GOOD
 
 
 @pytest.fixture(autouse=True)
@@ -63,17 +65,7 @@ def test_a_file_is_refused_as_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_doctor_says_it(tmp_path: Path) -> None:
-    machine = doctor.Machine(
-        device={"name": "a device", "memory_gib": 8.0},
-        link={"h2d_gib_per_s": 20.0},
-        has_mps=False,
-        device_node=None,
-        device_cores=frozenset(),
-        own_cores=frozenset(),
-        locked_bytes=None,
-        available_bytes=2**35,
-        disk=measure_disk(tmp_path, nbytes=2**20),
-    )
+    machine = dataclasses.replace(GOOD, disk=measure_disk(tmp_path, nbytes=2**20))
     names = [finding.name for finding in doctor.examine(machine)]
     assert "disk, read" in names
     assert "disk, write" in names

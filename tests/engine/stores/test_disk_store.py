@@ -180,6 +180,7 @@ def test_an_open_size_leaves_a_reserve(tmp_path: Path, monkeypatch: pytest.Monke
         expected = (found.f_bavail * found.f_frsize - 10 * 2**30) // 2
         assert abs(store.capacity_bytes - expected) < 2**32
         assert "GiB free, less 10, divided by 2 ranks" in offloader.describe()
+        assert store._reserve_bytes == 10 * 2**30
 
 
 # ---- what fails -------------------------------------------------------------------------------
@@ -467,17 +468,6 @@ def test_a_graph_that_outlives_its_attachment_has_its_bytes(tmp_path: Path) -> N
     store.close()
 
 
-def test_threads_end_with_the_store(tmp_path: Path) -> None:
-    before = disk_threads()
-    store = small_disk(tmp_path)
-    store.filled(store.memory_to_fill(new_buffer(store).data.untyped_storage()), 0, is_last=True)
-    assert disk_threads() - before
-    del store
-    for thread in disk_threads() - before:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-
-
 # ---- the store alone --------------------------------------------------------------------------
 
 
@@ -586,13 +576,6 @@ def test_what_others_write_meanwhile_leaves_the_reserve_free(
     assert "has left no more than is to stay free" in caplog.text
     del first, second
     store.close()
-
-
-def test_attach_leaves_a_reserve_where_the_size_is_open(tmp_path: Path) -> None:
-    with attach(tiny_model("llama"), on_disk(tmp_path, disk_gib=None)) as offloader:
-        assert store_of(offloader)._reserve_bytes == 10 * 2**30
-    with attach(tiny_model("llama"), on_disk(tmp_path)) as offloader:
-        assert store_of(offloader)._reserve_bytes == 0
 
 
 # ---- other systems ----------------------------------------------------------------------------

@@ -18,11 +18,9 @@ from hf_pyao import attach
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.stores.host_pool import HostBuffer
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES, MIN_SLAB_BYTES
-from hf_pyao.engine.transfer.layout import Layouts
 from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
-    EVERYTHING,
     assert_same_tensors,
     gradients_of,
     tiny_batch,
@@ -156,19 +154,6 @@ def test_queues_of_two_transports_that_look_alike_are_two() -> None:
     assert set(pool.barriers) == set(tickets)
 
 
-def test_whoever_asked_hears_of_every_release() -> None:
-    heard: list[tuple[int, Any]] = []
-    pool = HostPool(64 * MIB, pin=False, on_release=lambda d, after: heard.append((len(d), after)))
-    copied = Copy("a", 1)
-    for nbytes, after in ((5, None), (6, copied)):
-        buffer = pool.acquire(nbytes)
-        assert buffer is not None
-        pool.release(buffer, after)
-    assert heard == [(5, None)], "a destructor only leaves a note; it is read when next asked"
-    pool.settle()
-    assert heard == [(5, None), (6, copied)]
-
-
 def test_threads_never_get_the_same_bytes() -> None:
     pool = HostPool(64 * MIB, pin=False)
     failures: list[str] = []
@@ -300,19 +285,6 @@ def test_slabs_of_a_few_pages_are_not_tried(machine: Machine) -> None:
     assert machine.asked == [(pin, size) for pin in (True, False) for size in sizes]
 
 
-def test_a_machine_without_memory_is_a_full_pool(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuses(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr(torch, "empty", refuses)
-    pool = HostPool(10**15, pin=True)
-    with caplog.at_level(logging.WARNING, "hf_pyao"):
-        assert pool.acquire(100) is None
-    assert "full" in caplog.records[-1].getMessage()
-
-
 @pytest.mark.parametrize("window", ["layer", 4096])
 def test_what_finds_no_room_stays_on_the_device(
     window: str | int, caplog: pytest.LogCaptureFixture
@@ -341,31 +313,6 @@ def test_what_finds_no_room_stays_on_the_device(
         told = [record for record in caplog.records if "is full" in record.getMessage()]
         assert len(told) == 1
         caplog.clear()
-
-
-def test_the_cap_of_the_configuration_is_the_pools() -> None:
-    with attach(tiny_model("opt"), replace(EVERYTHING, host_memory_gib=0.25)) as offloader:
-        assert offloader.host_pool.capacity_bytes == 2**28
-        assert not offloader.host_pool.pin, "on a CPU there is nothing to pin for"
-
-
-def test_a_buffer_remembers_how_it_was_viewed() -> None:
-    pool = HostPool(MIN_SLAB_BYTES, pin=False)
-    assert pool.acquire(100) is not None
-    buffer = pool.acquire(4 * 64)
-    assert buffer is not None
-    tensor = torch.arange(64.0).view(4, 16)
-    layouts = Layouts()
-    view = buffer.view_like(layouts.of(tensor))
-    assert (view.dtype, view.size(), view.stride()) == (tensor.dtype, tensor.size(), (16, 1))
-    assert view.data_ptr() == buffer.data.data_ptr()
-    assert buffer.view_like(layouts.of(tensor + 1)) is view
-    view.copy_(tensor)
-    assert torch.equal(buffer.data, tensor.view(-1).view(torch.uint8))
-    for other in (tensor.view(64), tensor.int(), tensor, tensor.double().view(-1)[:32].clone()):
-        again = buffer.view_like(layouts.of(other))
-        assert (again.dtype, again.size()) == (other.dtype, other.size())
-        assert again.data_ptr() == buffer.data.data_ptr()
 
 
 # ---- memory apart from slabs ---------------------------------------------------------------------

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from hf_pyao import attach
-from hf_pyao.engine.codecs import get_codec
 from hf_pyao.engine.stores import HOST_FULL, HostPool, Store
-from hf_pyao.engine.transfer.layout import TensorLayout
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.engine.transfer.transport import BlockingTransport, Transport
 from hf_pyao.tools.simulation.transport import SimulatedTicket, SimulatedTransport
@@ -152,53 +148,3 @@ def test_what_tiers_have_together() -> None:
         assert buffer is not None
         assert tiers.owns(buffer.data.untyped_storage())
     assert not tiers.owns(torch.empty(8).untyped_storage())
-
-
-@dataclass
-class Counts:
-    """The least that a mover counts with."""
-
-    offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
-    link_bytes: int = 0
-    kept_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-
-@dataclass
-class Name:
-    """Names bytes that are no activations."""
-
-    layer: str
-
-    def __str__(self) -> str:
-        return f"weights of {self.layer}"
-
-
-def test_bytes_that_are_no_activations_use_mover_and_tiers() -> None:
-    weights = [torch.randn(8, 8), torch.randn(3, 5).t(), torch.randn(16)]
-    copies = [each.clone() for each in weights]
-    link = link_of(SimulatedTransport(3), HostPool(512, pin=False), SharedMemoryStore(2**10))
-    mover, meter = Mover(link), Counts()
-    moved = []
-    for weight in weights:
-        layout = TensorLayout(weight)
-        one = mover.offload(
-            weight.detach(), layout, layout.nbytes, get_codec("identity"), Name("0"), meter
-        )
-        assert one is not None
-        moved.append(one)
-    assert meter.offloaded_bytes == sum(each.nbytes for each in weights)
-    link.offloads.drain()
-    assert all(each.is_away for each in moved)
-    for one, before in zip(moved, copies, strict=True):
-        assert torch.equal(one.layout.view_of(*mover.read(one)), before)
-        assert one.is_here
-    assert meter.reloaded_bytes == meter.offloaded_bytes
-    assert meter.link_bytes == 2 * meter.offloaded_bytes
-    too_large = torch.randn(1024)
-    layout = TensorLayout(too_large)
-    assert (
-        mover.offload(too_large, layout, layout.nbytes, get_codec("identity"), Name("1"), meter)
-        is None
-    )
-    assert meter.kept_bytes == {HOST_FULL: 4096}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import itertools
 import pickle
@@ -26,7 +25,7 @@ from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.engine.weights import device_slots
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError
-from tests.helpers import FunctionLayer, Stack, gradients_of, tiny_batch, tiny_model, train
+from tests.helpers import FunctionLayer, Stack, assert_same_tensors, gradients_of, tiny_batch, train
 from tests.helpers.adapters import tiny_lora
 
 NUM_LAYERS = 5
@@ -100,29 +99,7 @@ def test_at_every_operation_two_blocks_are_on_the_device_and_the_graph_holds_non
     expected = llama()
     for _ in range(2):
         loss_of(expected).backward()
-    found = gradients_of(model)
-    assert all(torch.equal(found[n], g) for n, g in gradients_of(expected).items())
-
-
-@pytest.mark.parametrize("policy", ["all", "off", "auto"])
-def test_uploads_are_those_of_a_ring_and_none_is_late(policy: str) -> None:
-    model = llama()
-    with streamed(model, policy=policy) as offloader:
-        ring = ring_of(offloader)
-        counts = [0]
-        for _ in range(3):
-            train(model, [[tiny_batch(0)]])
-            counts.append(ring.num_uploads)
-        steps = [after - before for before, after in itertools.pairwise(counts)]
-        assert steps == [2 * NUM_LAYERS - 2, 2 * (NUM_LAYERS - 2), 2 * (NUM_LAYERS - 2)]
-        assert ring.num_late_uploads == 0
-        assert offloader.weights is not None
-        figures = offloader.weights.figures()
-        assert figures["num_uploads"] == ring.num_uploads
-        assert figures["uploaded_bytes"] == ring.num_uploads * ring.slot_bytes
-        assert figures["transfer_ms"] > 0
-        assert figures["host_bytes"] == NUM_LAYERS * ring.slot_bytes
-        assert offloader.totals()["reloaded_bytes"] == offloader.totals()["offloaded_bytes"]
+    assert_same_tensors(gradients_of(model), gradients_of(expected), "gradients")
 
 
 def test_accumulation_and_evaluation_and_generation_use_the_same_ring() -> None:
@@ -149,8 +126,7 @@ def test_accumulation_and_evaluation_and_generation_use_the_same_ring() -> None:
         loss.backward()
         loss_of(plain).backward()
         assert ring.counts.num_left == 0
-        found = gradients_of(model)
-        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 
 class Holding(torch.autograd.Function):
@@ -234,29 +210,6 @@ def test_mutant_that_reads_the_slot_of_forward_in_backward(
     assert any(not torch.equal(found[n], g) for n, g in gradients_of(plain).items())
 
 
-def test_mutant_that_takes_a_cast_for_that_of_another_weight_of_its_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain, model = llama(), llama()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = loss_of(plain)
-    expected.backward()
-    own = WeightRing._cast_again
-
-    def other(ring: WeightRing, source: Any, layout: Any, saved: Any) -> torch.Tensor:
-        weight = source.weight
-        same = [w for w in ring.blocks[weight.block].weights if w.size == weight.size]
-        return own(ring, dataclasses.replace(source, weight=same[0]), layout, saved)
-
-    monkeypatch.setattr(WeightRing, "_cast_again", other)
-    with streamed(model), torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model)
-        assert torch.equal(loss, expected)
-        loss.backward()
-    found = gradients_of(model)
-    assert any(not torch.equal(found[n], g) for n, g in gradients_of(plain).items())
-
-
 # ---- around training -------------------------------------------------------------------------------
 
 
@@ -328,8 +281,7 @@ def test_adapters_that_are_added_and_switched() -> None:
             loss_of(each).backward()
             anything.set_adapter("default")
             loss_of(each).backward()
-        found = gradients_of(model)
-        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 
 class NotingTransport(BlockingTransport):
@@ -404,19 +356,7 @@ def test_after_an_error_in_mid_pass_the_next_step_is_right(
         model.zero_grad()
         loss_of(model).backward()
         loss_of(plain).backward()
-        found = gradients_of(model)
-        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
-
-
-def test_a_graph_outlives_the_offloader() -> None:
-    model, plain = llama(), llama()
-    offloader = streamed(model)
-    loss = loss_of(model)
-    offloader.detach()
-    loss.backward()
-    loss_of(plain).backward()
-    found = gradients_of(model)
-    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 
 def test_a_model_that_is_deleted_takes_everything_with_it() -> None:
@@ -449,34 +389,6 @@ def test_moving_the_model_leaves_the_streamed_weights_where_they_are() -> None:
 # ---- refusals ----------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_streamed_is_refused_before_anything_changes() -> None:
-    trained = tiny_model("llama")
-    with pytest.raises(ConfigError, match="no layer has frozen weights"):
-        streamed(trained)
-    small = llama()
-    with pytest.raises(ConfigError, match=r"there is room for 0\.000 GiB"):
-        streamed(small, host_memory_gib=1e-6)
-    compiled = llama()
-    compiled._compiled_call_impl = lambda *_: None  # as `compiled.compile()` leaves it
-    with pytest.raises(ConflictError, match="compiled"):
-        streamed(compiled)
-    meta = llama().to("meta")
-    with pytest.raises(ConflictError, match="meta device"):
-        streamed(meta)
-    for model in (trained, small, compiled, meta):
-        assert all(type(module._parameters) is dict for module in model.modules())
-
-
-def test_a_weight_that_is_thawed_in_mid_run_is_refused() -> None:
-    model = llama()
-    with streamed(model):
-        loss_of(model).backward()
-        module: Any = dict(model.named_modules())[_a_linear(model)]
-        module.weight.requires_grad_()
-        with pytest.raises(ConflictError, match=r"q_proj\.base_layer\.weight' requires gradients"):
-            loss_of(model)
-
-
 def test_what_is_tied_or_hooked_stays() -> None:
     model = llama()
     named = dict(model.named_modules())
@@ -506,8 +418,7 @@ def test_adapters_that_are_frozen_by_now_stay_since_they_may_be_switched_on() ->
                 anything = each
                 anything.set_adapter(name)
                 loss_of(each).backward()
-    found = gradients_of(model)
-    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+    assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 
 def test_what_modules_to_save_takes_the_place_of_stays() -> None:
@@ -523,8 +434,7 @@ def test_what_modules_to_save_takes_the_place_of_stays() -> None:
                 losses.append(loss_of(each))
             loss_of(each).backward()
         assert torch.equal(*losses)
-    found = gradients_of(model)
-    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+    assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 
 class Packed(torch.Tensor):
@@ -569,8 +479,7 @@ def test_weights_of_an_unknown_class_stay_and_are_named() -> None:
         assert reason in offloader.describe()
         loss_of(model).backward()
         loss_of(plain).backward()
-        found = gradients_of(model)
-        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
         assert ring_of(offloader).num_uploads > 0
 
 

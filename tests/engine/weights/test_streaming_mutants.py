@@ -12,10 +12,9 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.engine.transfer.transport import BlockingTransport
-from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.model.weights import streamable
 from tests.engine.weights.test_streaming import llama, loss_of, streamed
-from tests.helpers import FunctionLayer, Stack, autocasting, gradients_of
+from tests.helpers import FunctionLayer, Stack, gradients_of
 
 
 def same_gradients(model: nn.Module, reference: nn.Module) -> bool:
@@ -24,39 +23,6 @@ def same_gradients(model: nn.Module, reference: nn.Module) -> bool:
 
 
 # ---- a cast that is not made anew ----------------------------------------------------------------
-
-
-def casts_follow_their_weights() -> bool:
-    """Say whether a step under autocast is right after the frozen weights have changed."""
-    model, plain = llama(), llama()
-    with streamed(model):
-        for each in (model, plain):
-            with autocasting(torch.bfloat16):
-                loss_of(each).backward()
-            each.load_state_dict({name: value * 2 for name, value in each.state_dict().items()})
-            each.zero_grad()
-            with autocasting(torch.bfloat16):
-                loss_of(each).backward()
-        return same_gradients(model, plain)
-
-
-def test_casts_are_made_anew_in_each_pass() -> None:
-    assert casts_follow_their_weights()
-
-
-@pytest.mark.parametrize("where", ["cast", "_cast_again"])
-def test_mutant_that_keeps_casts_is_caught(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = getattr(WeightRing, where)
-    kept: dict[Any, torch.Tensor] = {}
-
-    def lasting(ring: WeightRing, what: Any, *more: Any) -> torch.Tensor:
-        key = (what, more[0]) if where == "cast" else (what.weight, what.part, str(more[0]))
-        if key not in kept:
-            kept[key] = own(ring, what, *more)
-        return kept[key]
-
-    monkeypatch.setattr(WeightRing, where, lasting)
-    assert not casts_follow_their_weights()
 
 
 # ---- a block that an exception kept from coming --------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from tests.engine.weights.test_streaming import loss_of, ring_of, streamed
-from tests.helpers import Stack, autocasting, gradients_of
+from tests.helpers import Stack, gradients_of
 from tests.helpers.adapters import tiny_lora
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -82,33 +79,6 @@ def by_imaginary(layer: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sampled(every=1)
 def test_conjugate_views(function: Function) -> None:
     check(function, dtype=torch.complex64)
-
-
-def test_two_handles_of_one_forward() -> None:
-    """Both are called, the last one first, and each is given back by itself."""
-
-    class Says(LeftBehind):
-        def __init__(self, word: str) -> None:
-            self.word = word
-
-        def run(self, module: nn.Module, own: Any, args: Any, kwargs: Any) -> Any:
-            return f"{self.word}({own(*args, **kwargs)})"
-
-    class Module(nn.Module):
-        def forward(self, x: str) -> str:
-            return x
-
-    module = Module()
-    handles = [Says("a"), Says("b"), Says("c")]
-    for number, handle in enumerate(handles):
-        exchange(module, f"_key{number}", handle)
-    assert module("x") == "c(b(a(x)))"
-    give_back(module, "_key1", handles[1])
-    assert module("x") == "c(a(x))"
-    give_back(module, "_key2", handles[2])
-    give_back(module, "_key0", handles[0])
-    assert module("x") == "x"
-    assert not [name for name in vars(module) if "pyao" in name or "_key" in name]
 
 
 def test_linear_layers_that_are_layers_themselves() -> None:
@@ -238,22 +208,6 @@ def test_data_of_another_shape_is_refused() -> None:
             step(model)
 
 
-def test_peft_merges_an_adapter_safely() -> None:
-    """It assigns the merged weight to ``data``."""
-    results = []
-    for streams in (True, False):
-        model: Any = tiny_lora("llama", num_hidden_layers=3)
-        with streamed(model, 0) if streams else contextlib.nullcontext():
-            loss_of(model).backward()
-            model.merge_adapter(safe_merge=True)
-            merged = loss_of(model).detach()
-            model.unmerge_adapter()
-            model.zero_grad()
-            loss_of(model).backward()
-            results.append([merged, *gradients_of(model).values()])
-    assert all(map(torch.equal, *results))
-
-
 def test_a_layer_that_writes_through_data_is_refused() -> None:
     def shrinks(layer: Any, x: torch.Tensor) -> torch.Tensor:
         layer.weight.data.mul_(0.5)
@@ -337,32 +291,6 @@ def test_data_that_are_edited_between_forward_and_backward_are_read_as_without(a
         assert_same(gradients_of(model), gradients_of(expected))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.sampled(every=3)
-def test_layers_that_read_three_others_run_again(every: int, autocast: torch.dtype | None) -> None:
-    """The ring has two slots, and a layer reads four blocks."""
-
-    def build() -> Stack:
-        model = stack(lambda layer, x: x @ layer.weight + others(layer, x))
-        model.layers.requires_grad_(False)
-        for layer in model.layers:
-            layer.scale.requires_grad_()
-            layer.__dict__["others"] = [each for each in model.layers if each is not layer]
-        return model
-
-    def others(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return sum((torch.tanh(x @ each.weight) for each in layer.others), torch.zeros_like(x))
-
-    model, expected = build(), build()
-    with streamed(model, 0, checkpoint_every=every, verify_recompute="always") as offloader:
-        for seed in range(3):
-            with autocasting(autocast):
-                found, wanted = step(model, seed), step(expected, seed)
-            assert_same(found, wanted)
-        assert ring_of(offloader).counts.num_left == 0, "a graph held a slot"
-
-
 def test_a_change_in_a_hook_of_the_layer_is_seen() -> None:
     def hooked() -> Stack:
         model = stack(product)
@@ -408,37 +336,3 @@ def test_a_thread_that_reads_weights_does_not_disturb_second_runs() -> None:
         for seed in range(2):
             assert_same(step(model, seed), step(expected, seed))
     assert outside.is_set()
-
-
-def test_a_weight_that_is_pruned_in_mid_run() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.inner.requires_grad_(False)
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.inner(x)) * self.scale
-
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Layer() for _ in range(3)])
-
-    def both() -> None:
-        losses = [each(torch.ones(2, 4)).sum() for each in (model, expected)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-
-    model, expected = build(), build()
-    with streamed(model, 0, layers=("0", "1", "2")):
-        both()
-        for layer in (*model, *expected):
-            prune.l1_unstructured(layer.inner, "weight", 0.5)
-        both()
-        for layer in (*model, *expected):
-            prune.remove(layer.inner, "weight")
-        both()
-    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, other)

@@ -211,33 +211,6 @@ def test_each_fault_at_100_points(
 _stack = frozen_stack
 
 
-def test_a_file_that_is_damaged_is_written_again(tmp_path: Path) -> None:
-    expected = step(frozen_stack())
-    for damage in (b"", b"PYAOBLK1 and nothing else", b"x" * 100_000):
-        with attached(frozen_stack(), tmp_path):
-            (file,) = files_of(tmp_path)
-        file.write_bytes(damage)
-        model = frozen_stack()
-        with attached(model, tmp_path):
-            assert same(step(model), expected)
-        assert files_of(tmp_path) == [file]
-
-
-def test_a_file_that_is_damaged_inside_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with attached(frozen_stack(), tmp_path):
-        (file,) = files_of(tmp_path)
-    content = bytearray(file.read_bytes())
-    content[4096 + 100] ^= 1
-    file.write_bytes(content)
-    model = frozen_stack()
-    with (
-        attached(model, tmp_path),
-        pytest.raises(DiskError, match="checksum") as caught,
-    ):
-        step(model)
-    assert str(file) in str(caught.value)
-
-
 def test_the_folder_may_be_removed_meanwhile(tmp_path: Path) -> None:
     expected = [step(frozen_stack(), seed) for seed in range(2)]
     model, folder = frozen_stack(), tmp_path / "disk"
@@ -279,25 +252,6 @@ def test_a_folder_that_cannot_be_used_is_refused_before_anything_changes(tmp_pat
         with pytest.raises(ConfigError, match="disk_path"):
             attached(model, folder)
         assert same(step(model), expected)
-
-
-def test_without_direct_reads_pages_are_dropped_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = os.open
-
-    def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return own(path, flags, *rest, **options)
-
-    expected, model = step(frozen_stack()), frozen_stack()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", open_)
-        with attached(model, tmp_path) as offloader:
-            assert same(step(model), expected)
-            assert "page cache" in offloader.describe()
-    assert "disk-not-direct" in caplog.text
 
 
 # ---- two runs, ends of runs -----------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.recompute.kept_attention import KERNELS
-from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
 from hf_pyao.model.attention import kernels
 from hf_pyao.model.attention.grouped_attention import KEY
@@ -125,18 +124,6 @@ def test_with_checkpointing_of_transformers(use_reentrant: bool) -> None:
         assert_same_trajectory(train(model, STEPS), expected)
     # Of two samples with four heads; the reentrant kind runs forward without gradients first.
     assert set(seen.shapes) == ({(1, 4), (2, 4)} if use_reentrant else {(1, 4)})
-
-
-def test_long_context_takes_groups_with_it() -> None:
-    config = PyAOConfig(policy="all", long_context=True)
-    assert config.effective().attention_groups == "auto"
-    model = tiny_model("llama", attention="sdpa")
-    with attach(model, config) as offloader:
-        train(model, STEP)
-        assert offloader.attention_groups is not None
-        plan = offloader.attention_groups.last_plan
-        assert plan is not None and plan.num_groups == 1  # a CPU's kernel allocates nothing
-        assert "attention_groups=auto" in offloader.describe()
 
 
 @pytest.mark.parametrize("name", ["offloaded", "kept"])
@@ -318,14 +305,3 @@ def test_a_failure_leaves_no_mode() -> None:
             with pytest.raises(ValueError, match="here"):
                 model(torch.ones(2, 6, 8)).sum().backward()
             assert not torch.overrides._get_current_function_mode_stack()
-
-
-@pytest.mark.parametrize(("given", "held"), [("off", "off"), (0, "off"), (1, "off"), ("8", 8)])
-def test_values(given: Any, held: Any) -> None:
-    assert PyAOConfig(attention_groups=given).attention_groups == held
-
-
-@pytest.mark.parametrize("given", [-1, "many", True, 2.5])
-def test_bad_values(given: Any) -> None:
-    with pytest.raises(ConfigError, match="attention_groups is"):
-        PyAOConfig(attention_groups=given)

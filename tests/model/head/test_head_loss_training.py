@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
@@ -98,20 +96,6 @@ def test_lora_on_the_head_with_dropout_keeps_its_own_loss() -> None:
     assert "dropout (p=0.3)" in handle.describe()
 
 
-def test_lora_on_the_head_under_autocast() -> None:
-    options = {"target_modules": ["lm_head"]}
-    mine, own = (with_lora(make_model("llama"), **options) for _ in range(2))
-    install(mine)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [model(**make_batch()).loss for model in (mine, own)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
-    for name, grad in gradients(own).items():
-        scale = float(grad.abs().max())
-        torch.testing.assert_close(gradients(mine)[name], grad, rtol=0.05, atol=0.05 * scale)
-
-
 def test_switched_off_adapters() -> None:
     mine, own = (with_lora(make_model("llama"), **LORA["head saved"]) for _ in range(2))
     install(mine)
@@ -165,32 +149,12 @@ TRAINING: dict[str, Any] = {
 }
 
 
-class SmoothedTrainer(Trainer):
-    """What a trainer does to smooth labels without the logits."""
-
-    head_loss: HeadLoss
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        smoother, self.label_smoother = self.label_smoother, None
-        try:
-            with self.head_loss.smoothing(smoother.epsilon) as smoothing:
-                result = super().compute_loss(model, inputs, *args, **kwargs)
-            assert smoothing.applied
-        finally:
-            self.label_smoother = smoother
-        return result
-
-
-def train(
-    cls: type[Trainer], model: Any, folder: Path, head: HeadLoss | None, **options: Any
-) -> Any:
+def train(model: Any, folder: Path, **options: Any) -> Any:
     """Train for three steps of three micro-batches."""
     rows = make_batch(24, 12)
     data = [{key: value[i] for key, value in rows.items()} for i in range(24)]
     args = TrainingArguments(str(folder), **TRAINING, **options)
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
-    if head is not None:
-        trainer.head_loss = head
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
     trainer.train()
     return trainer
 
@@ -206,8 +170,8 @@ def test_trainer_with_accumulation_and_evaluation(name: str, tmp_path: Path) -> 
     mine, own = pair(name)
     handle = install(mine)
     options = {"eval_strategy": "steps", "eval_steps": 1}
-    got = train(Trainer, mine, tmp_path, handle, **options)
-    expected = train(Trainer, own, tmp_path, None, **options)
+    got = train(mine, tmp_path, **options)
+    expected = train(own, tmp_path, **options)
     assert handle.metrics()["head_loss_num_chunked"] == 9
     assert handle.metrics()["head_loss_num_own"] == 0
     for key in ("loss", "eval_loss", "grad_norm"):
@@ -220,14 +184,14 @@ def test_trainer_with_label_smoothing_keeps_its_own_way(tmp_path: Path) -> None:
     # It takes the labels away from the model, so that the model has no loss to compute in chunks.
     mine, own = pair("llama")
     handle = install(mine)
-    got = train(Trainer, mine, tmp_path, handle, label_smoothing_factor=0.1)
-    expected = train(Trainer, own, tmp_path, None, label_smoothing_factor=0.1)
+    got = train(mine, tmp_path, label_smoothing_factor=0.1)
+    expected = train(own, tmp_path, label_smoothing_factor=0.1)
     assert logged(got, "loss") == logged(expected, "loss")
     assert handle.metrics()["head_loss_num_chunked"] == 0
 
 
 @pytest.mark.thorough
-def test_label_smoothing_in_chunks(tmp_path: Path) -> None:
+def test_label_smoothing_in_chunks() -> None:
     mine, own = pair("gpt2", torch.float64)
     handle = install(mine)
     batch = make_batch()
@@ -240,14 +204,6 @@ def test_label_smoothing_in_chunks(tmp_path: Path) -> None:
     assert smoothing.applied
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert not torch.equal(mine(**batch).loss, loss), "smoothing ends with its context"
-    trained = train(SmoothedTrainer, make_chunked(), tmp_path, None, label_smoothing_factor=0.1)
-    assert trained.head_loss.metrics()["head_loss_num_chunked"] == 9
-
-
-def make_chunked() -> Any:
-    model = make_model("llama")
-    SmoothedTrainer.head_loss = install(model)
-    return model
 
 
 def test_smoothing_that_could_not_be_applied_says_so() -> None:
@@ -259,48 +215,6 @@ def test_smoothing_that_could_not_be_applied_says_so() -> None:
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
-
-
-class InstallAtStart(TrainerCallback):
-    """Install when training begins, as a trainer does: after TRL has put its own head in."""
-
-    handle: HeadLoss | None = None
-
-    def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.handle = install(model)
-
-
-@pytest.mark.thorough
-def test_sft_trainer(tmp_path: Path) -> None:
-    # TRL fuses the head itself from some release on, and reads the logits of every step before.
-    datasets = pytest.importorskip("datasets", reason="SFTTrainer is given data sets")
-    trl = pytest.importorskip("trl", reason="its SFTTrainer is tested")
-
-    def run(callback: TrainerCallback | None) -> Any:
-        config = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False, loss_type="nll")
-        rows = [{"input_ids": ids.tolist()} for ids in make_batch(24, 12)["input_ids"]]
-        trainer = trl.SFTTrainer(
-            model=make_model("llama"),
-            args=config,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tiny_tokenizer(),
-        )
-        if callback is not None:
-            trainer.add_callback(callback)
-        trainer.train()
-        return trainer
-
-    callback = InstallAtStart()
-    got, expected = run(callback), run(None)
-    assert logged(got, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
-    assert callback.handle is not None
-    metrics = callback.handle.metrics()
-    if "fused_lm_head" in inspect.getsource(trl.SFTTrainer):
-        assert "TRL's fused LM head" in callback.handle.describe()
-        assert metrics["head_loss_num_chunked"] == 0
-    else:
-        assert metrics["head_loss_num_chunked"] == 9
-        assert metrics["head_loss_num_logits_read"] == 9
 
 
 def tiny_tokenizer() -> Any:
@@ -468,12 +382,3 @@ def check_reading(models: list[Any], has_own_group: bool, rank: int) -> None:
 @pytest.mark.parametrize("check", ["check_ddp", "check_fsdp"])
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     spawn(on_ranks, args=(str(tmp_path), check), nprocs=2)
-
-
-def test_copies_of_models_in_training() -> None:
-    # A reference model copied from one that trains (DPO, distillation) is plain.
-    mine = make_model("llama")
-    install(mine)
-    reference = copy.deepcopy(mine)
-    outputs = reference(**make_batch())
-    assert not any(isinstance(value, DeferredLogits) for value in outputs.values())

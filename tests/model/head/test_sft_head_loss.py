@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.helpers.head_loss_models import make_model
@@ -183,40 +181,3 @@ def test_trls_fused_head_is_left_alone_and_said_once(
     assert "TRL's fused LM head" in record.getMessage()
     assert record.levelno == logging.WARNING
     assert "TRL's fused LM head" in got.head_loss_line
-
-
-@pytest.mark.thorough
-def test_a_forward_patched_by_liger_is_left_alone_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # What Liger's patch does: a forward that takes the loss from hidden states and the weight.
-    def forward(
-        self: Any, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
-        items = kwargs.pop("num_items_in_batch", None)
-        kwargs.pop("fused_lm_head", None)
-        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
-        logits = F.linear(hidden[:, :-1], self.lm_head.weight).flatten(0, 1)
-        assert labels is not None
-        loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        return CausalLMOutputWithPast(loss=loss / items)
-
-    def patched() -> Any:
-        model = make_model("llama")
-        model.forward = types.MethodType(forward, model)
-        return model
-
-    class KeepsPatch(OwnLoss):
-        """Puts the patch back where TRL's own forward has taken its place."""
-
-        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-            self.model.forward = types.MethodType(forward, self.model)  # type: ignore[attr-defined]
-            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
-
-    expected = sft(tmp_path, KeepsPatch, pyao=None, model=patched())
-    with caplog.at_level(logging.INFO, logger="hf_pyao"):
-        got = sft(tmp_path, KeepsPatch, model=patched())
-    assert_same_training(got, expected, 0.0)
-    assert got.head_loss_metrics["head_loss_num_chunked"] == 0
-    (record,) = said_to_stand_back(caplog)
-    assert "does not call its head" in record.getMessage()

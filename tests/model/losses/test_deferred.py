@@ -262,12 +262,3 @@ def test_cross_entropy_with_class_probabilities_or_channels_is_computed_from_log
     got = F.cross_entropy(deferred, channels)
     assert torch.equal(got, F.cross_entropy(tensor, channels))
     assert call.num_losses == 0
-
-
-def test_module_form_of_cross_entropy() -> None:
-    deferred, tensor, call, _ = make()
-    labels = torch.arange(15) % VOCAB
-    got = torch.nn.CrossEntropyLoss()(deferred.view(-1, VOCAB), labels)
-    expected = F.cross_entropy(tensor.view(-1, VOCAB), labels)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-    assert call.num_losses == 1

@@ -166,33 +166,16 @@ def squeezebert() -> nn.Module:
     return transformers.SqueezeBertForMaskedLM(config)
 
 
-def fsmt() -> nn.Module:
-    config = transformers.FSMTConfig(
-        langs=["en", "de"],
-        src_vocab_size=64,
-        tgt_vocab_size=64,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-    )
-    return transformers.FSMTForConditionalGeneration(config)
-
-
 def xlm() -> nn.Module:
     config = transformers.XLMConfig(**TINY, emb_dim=16, n_layers=2, n_heads=2)
     return transformers.XLMWithLMHeadModel(config)
 
 
-# None of these has layers of transformers' class. Funnel keeps them in lists of lists, FSMT in two
-# lists, XLM in one list for each part of a layer, and SqueezeBERT calls `layer.forward`.
+# None of these has layers of transformers' class. Funnel keeps them in lists of lists, XLM
+# in one list for each part of a layer, and SqueezeBERT calls `layer.forward`.
 WITHOUT_KNOWN_LAYERS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
     "funnel": (funnel, 4, True),
     "squeezebert": (squeezebert, 8, False),
-    "fsmt": (fsmt, 4, True),
     "xlm": (xlm, 4, True),
 }
 """Name -> model, how many layers the advice leads to, whether it shows a module map too."""

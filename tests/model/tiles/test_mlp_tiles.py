@@ -20,9 +20,6 @@ from transformers import LlamaConfig
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.levers import Levers
-from hf_pyao.model.map.module_map import find_layers
-from hf_pyao.model.tiles.mlp_proof import Proofs
-from hf_pyao.model.tiles.mlp_search import FoundMLP, find_mlps
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import StepProgram
 from tests.helpers import HIDDEN, NUM_LAYERS, gradients_of, tiny_batch, tiny_model
@@ -135,19 +132,6 @@ def test_evaluation_takes_the_plain_path() -> None:
         with torch.no_grad():
             model(**tiny_batch())
         assert num_tiles_of(offloader) == 0
-
-
-@pytest.mark.thorough
-def test_what_auto_chooses_follows_from_shapes() -> None:
-    model = tiny_model("llama")
-    known = [Proofs().of(mlp) for mlp in find_mlps(find_layers(model)) if isinstance(mlp, FoundMLP)]
-    assert len(known) == NUM_LAYERS
-    inner, itemsize = 2 * HIDDEN, 4
-    for each in known:
-        assert not isinstance(each, str)
-        assert each.weight_bytes == 3 * HIDDEN * inner * itemsize
-        # Gate, up, activation and product, and gradients of some of them, at the least.
-        assert 5 * inner * itemsize <= each.token_bytes <= 12 * inner * itemsize
 
 
 # ---- what is left alone ------------------------------------------------------------------------------

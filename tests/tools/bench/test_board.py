@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 from hf_pyao.cli import main
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchRow
-from hf_pyao.plan.documents.board import BoardEntry, BoardReport, rows_of
+from hf_pyao.plan.documents.board import BoardEntry, rows_of
 from hf_pyao.tools.bench import board
 from hf_pyao.tools.bench.arguments import INTERRUPTED
 from hf_pyao.tools.bench.measure import Bench, largest_error
@@ -111,23 +110,6 @@ def test_a_method_with_wrong_gradients_is_told_by_how_much(
     row = run_trial(bench, Trial(method="save-on-cpu", micro_batch=2, compares_values=True))
     assert row.gradient_error is not None
     assert row.gradient_error > 0.1
-
-
-@pytest.mark.thorough
-def test_methods_whose_package_is_missing_refuse(bench: Bench, nothing_installed: None) -> None:
-    for name in ("ramtorch", "roundpipe", "trainstream", "block-streamer", "deepspeed-tiled-mlp"):
-        row = run_trial(bench, Trial(method=name, micro_batch=1, compares_values=True))
-        assert row.status == UNAVAILABLE
-        assert "is not installed" in row.reason
-
-
-@pytest.fixture
-def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_pyao.tools.bench import peers
-
-    # In that module alone: others look for packages too while a trial runs.
-    util = SimpleNamespace(find_spec=lambda name: None)
-    monkeypatch.setattr(peers, "importlib", SimpleNamespace(util=util))
 
 
 @pytest.mark.thorough
@@ -261,13 +243,6 @@ def test_the_page_says_what_ran_and_what_did_not(setup: BenchSetup, trials: Tria
     assert "| checkpoint | equal bits |" in text
     assert "trl-streams: cannot run here. it is not installed." in text
     assert "say nothing about a GPU" in text
-
-
-def test_it_is_written_and_read_back(setup: BenchSetup, trials: Trials, tmp_path: Path) -> None:
-    path = tmp_path / "board.json"
-    report = board.run_board(setup, ["checkpoint"], micro_batch=2, num_rounds=2, output=path)
-    assert read_document(path) == report
-    assert isinstance(report, BoardReport)
 
 
 @pytest.mark.parametrize("look", [Look(), Look(is_dark=True, is_narrow=True)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
 from hf_pyao.tools.bench.doctor import Finding, Machine, examine, render, report_of
 from hf_pyao.tools.bench.doctor_verdict import hardware_of, verdict_on
@@ -111,18 +110,6 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Install accelerate" in findings["accelerate"].advice
     assert findings["trl"].value.startswith("9.0.0.dev1, newer than tested (")
     assert "peft" not in findings, "nobody needs it"
-
-
-def test_it_is_rendered_with_the_advice_last() -> None:
-    text = render([Finding("a", 1), Finding("longer", None, "Do this.")])
-    assert text == "a       1\nlonger  unknown\n\n- Do this."
-    assert render([Finding("a", 1)]).endswith("Nothing to change.")
-
-
-def test_it_is_a_document_that_is_read_back() -> None:
-    report = report_of(GOOD, examine(GOOD))
-    assert FactsReport.from_dict(report.to_dict()) == report
-    assert len(report.facts["advice"]) == 1
 
 
 def test_a_verdict_takes_the_speeds_that_were_measured() -> None:

@@ -106,13 +106,6 @@ def test_another_algorithm_is_told_and_leaves_the_weights_as_they_were(
     assert _traces(bench.model) == traces
 
 
-@pytest.mark.thorough
-def test_our_rows_carry_our_counters(bench: Bench) -> None:
-    row = run_trial(bench, Trial(method="pyao:min_bytes=0,window=layer", micro_batch=2))
-    assert row.metrics["offloaded_bytes"] > 0
-    assert row.metrics["kept_bytes/last layer"] > 0
-
-
 @pytest.mark.parametrize(
     ("method", "told"),
     [
@@ -166,13 +159,6 @@ def test_an_old_transformers_is_named() -> None:
         find_method("checkpoint-offload").install(Old(), CPU),
     ):
         pass
-
-
-@pytest.mark.thorough
-def test_a_policy_that_lacks_a_setting_says_so(bench: Bench) -> None:
-    row = run_trial(bench, Trial(method="pyao:policy=modules", micro_batch=2))
-    assert row.status == UNAVAILABLE
-    assert "policy is 'modules', which offloads only what modules names" in row.reason
 
 
 @pytest.mark.parametrize(
@@ -315,17 +301,6 @@ def test_deepspeed_runs_over_checkpointing_and_shows_what_it_moved(
         with installed.step():
             pass
         assert installed.metrics() == {"offloaded_bytes": 64, "reloaded_bytes": 32}
-
-
-def test_a_deepspeed_without_the_class_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _module(monkeypatch, "deepspeed.runtime.activation_checkpointing.offload_activations")
-    with (
-        pytest.raises(MethodUnavailable, match="has no CheckpointHiddenStatesOffload"),
-        find_method("deepspeed").install(bench.model, CUDA),
-    ):
-        pass
 
 
 def test_wrapped_layers_pass_tuples_on() -> None:

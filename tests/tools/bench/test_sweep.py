@@ -200,16 +200,6 @@ def test_a_knee_is_marked_in_table_and_plot(plan: SweepPlan) -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["knee"]
 
 
-@pytest.mark.thorough
-def test_a_sweep_of_one_point_has_a_table_and_no_plot(plan: SweepPlan) -> None:
-    report = with_points(run_sweep(plan), [])
-    points = [SweepPoint(budget=0, position=0, memory_bytes=MIB, tokens_per_s=1.0)]
-    assert figure_of(with_points(report, points)) is None
-    assert "there are 1" in markdown_of(with_points(report, points))
-    assert figure_of(report) is None
-    assert "No knee" in markdown_of(report)
-
-
 # ---- measuring -----------------------------------------------------------------------------------
 
 

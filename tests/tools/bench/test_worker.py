@@ -201,31 +201,6 @@ def test_without_deterministic_kernels_nothing_is_compared(
     assert row.reason.startswith("not compared: x does not have a deterministic implementation")
 
 
-@pytest.mark.thorough
-def test_released_gradients_give_the_same_digest(setup: BenchSetup) -> None:
-    rows = [
-        run_trial(
-            make_bench(dataclasses.replace(setup, gradients=mode)),
-            Trial(method="pyao-layer", micro_batch=2),
-        )
-        for mode in ("keep", "release")
-    ]
-    assert rows[0].gradient_digest == rows[1].gradient_digest is not None
-
-
-@pytest.mark.thorough
-def test_autocast_changes_the_figures(setup: BenchSetup) -> None:
-    plain, cast = (
-        run_trial(
-            make_bench(dataclasses.replace(setup, autocast=dtype)),
-            Trial(method="none", micro_batch=2),
-        )
-        for dtype in (None, "bfloat16")
-    )
-    assert cast.status == OK
-    assert cast.loss != plain.loss
-
-
 def test_a_cpu_has_no_link() -> None:
     assert measure_link(torch.device("cpu")) == LinkSpeed()
     assert LinkSpeed().is_duplex is None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_pyao.plan.documents.microbatch import MicroBatchReport, MicroBatchRow
-from hf_pyao.plan.documents.schema import ReportError, write_json
-from hf_pyao.tools.report.kinds import figure_of, read_document, view_of
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.tools.report.kinds import figure_of, view_of
 from hf_pyao.tools.report.pages import html_page
 from hf_pyao.tools.report.plots.look import DARK, LIGHT, image_bytes
 from hf_pyao.tools.report.tables import markdown_of
@@ -30,27 +29,6 @@ def lengths() -> MicroBatchReport:
         for length in (64, 256, 1024, 2048, 4096)
     ]
     return make_microbatch(find="sequence", global_batch=None, rows=rows, chosen=rows[3])
-
-
-@pytest.mark.parametrize("make", [make_microbatch, lengths])
-def test_it_is_read_back(make: Any, tmp_path: Path) -> None:
-    write_json(tmp_path / "choice.json", make())
-    assert read_document(tmp_path / "choice.json") == make()
-    assert MicroBatchReport.from_dict(make().to_dict()) == make()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema_version": 2}, "this hf_pyao reads version 1 of a MicroBatchReport"),
-        ({"find": "quickest"}, "find is 'quickest'; expected one of fastest, largest, sequence"),
-        ({"limit_bytes": -1}, "limit_bytes is -1"),
-        ({"rows": None}, "rows is None; expected a list"),
-    ],
-)
-def test_what_is_none_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ReportError, match=message):
-        MicroBatchReport.from_dict({**make_microbatch().to_dict(), **change})
 
 
 @pytest.mark.parametrize(

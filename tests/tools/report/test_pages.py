@@ -19,12 +19,9 @@ from hf_pyao.tools.report.plots.bench_plots import largest_figure, trade_off_fig
 from hf_pyao.tools.report.plots.labels import place_labels
 from hf_pyao.tools.report.plots.look import (
     DARK,
-    FAMILIES,
     LIGHT,
     NARROW_INCHES,
     Look,
-    family_of,
-    image_bytes,
 )
 from tests.helpers.documents import make_bench, make_facts, make_row, make_run, make_step
 
@@ -74,13 +71,6 @@ def test_html_is_well_formed_and_self_contained() -> None:
     assert "last layer" in page.cells
 
 
-def test_html_escapes_what_others_wrote() -> None:
-    text = html_page([make_run(extra={"name": "<b>x</b> & y"})], with_plots=False)
-    assert "hf_pyao offloads &lt;everything&gt;" in text
-    assert "&lt;b&gt;x&lt;/b&gt; &amp; y" in text
-    assert "<b>x" not in text
-
-
 def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
     written = write_page([make_bench(), make_facts()], tmp_path / "deep" / "out.md")
     assert [path.name for path in written] == ["out.md", "out-1.png"]
@@ -120,14 +110,6 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_page([make_facts()], tmp_path / "file" / "out.md")
 
 
-@pytest.mark.thorough
-def test_the_same_report_gives_the_same_picture() -> None:
-    first, second = (figure_of(make_bench()) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert image_bytes(first, "png") == image_bytes(second, "png")
-
-
 def test_the_trade_off_shows_each_measured_method_once() -> None:
     figure = trade_off_figure(make_bench())
     assert figure is not None
@@ -137,30 +119,6 @@ def test_the_trade_off_shows_each_measured_method_once() -> None:
         assert names.count(method) == 1
     assert "deepspeed" not in names
     assert "allocated device memory, GiB" in axes.get_ylabel()
-
-
-def test_the_trade_off_shows_host_memory_where_there_is_no_device() -> None:
-    figure = trade_off_figure(make_bench([make_row("none", 10.0, None)]))
-    assert figure is not None
-    assert "no device" in figure.axes[0].get_ylabel()
-
-
-def test_no_plot_is_made_of_nothing() -> None:
-    assert trade_off_figure(make_bench([])) is None
-    assert largest_figure(make_bench([])) is None
-    assert figure_of(make_run(totals={}, last_micro_batch={})) is None
-
-
-def test_a_search_is_drawn_as_bars_longest_on_top() -> None:
-    rows = [
-        make_row("none", 10.0, 1.0, num_tried=4, micro_batch=8),
-        make_row("pyao-window", 10.0, 1.0, num_tried=4, micro_batch=22),
-    ]
-    figure = figure_of(make_bench(rows))
-    assert figure is not None
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["none", "pyao-window"]  # from the bottom
-    assert [bar.get_width() for bar in figure.axes[0].patches] == [8, 22]
 
 
 def test_labels_of_a_cluster_do_not_overlap() -> None:
@@ -176,15 +134,6 @@ def test_labels_of_a_cluster_do_not_overlap() -> None:
     for index, box in enumerate(boxes):
         for other in boxes[:index]:
             assert not box.overlaps(other)
-
-
-def test_families_differ_in_colour_and_in_marker() -> None:
-    for theme in ("light", "dark"):
-        assert len({getattr(family, theme) for family in FAMILIES}) == len(FAMILIES)
-    assert len({family.marker for family in FAMILIES}) == len(FAMILIES)
-    assert [family_of(m).label for m in ("none", "pyao:x=1", "checkpoint", "trl-streams")] == [
-        *("nothing", "hf_pyao", "recompute", "other offloading"),
-    ]
 
 
 @pytest.mark.thorough
@@ -210,17 +159,6 @@ def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> 
         lines = look.wrapped(look.plain("a" * length + "$" * 20), 24).splitlines()
         assert all(re.fullmatch(r"(a|…|\\\$)*", line) for line in lines)
     assert LIGHT.wrapped("a b" * 100) == "a b" * 100
-
-
-def test_names_are_broken_behind_the_signs_between_their_words() -> None:
-    look = Look(is_narrow=True)
-    name = "pyao:policy=all,window=layer,keep_last_layers=0"
-    lines = look.wrapped(name, 24).splitlines()
-    assert lines == ["pyao:policy=all,", "window=layer,", "keep_last_layers=0"]
-    assert look.wrapped("autograd would have held on the device", 24).splitlines() == [
-        "autograd would have held",
-        "on the device",
-    ]
 
 
 @pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])

@@ -14,7 +14,7 @@ from hf_pyao.plan.documents.schema import write_json
 from hf_pyao.plan.policies import plan_policy as policy
 from hf_pyao.tools.report.kinds import figure_of, read_document
 from hf_pyao.tools.report.tables import markdown_of
-from hf_pyao.tools.report.views.plan_view import bytes_by_action, plan_view, ranges
+from hf_pyao.tools.report.views.plan_view import bytes_by_action, plan_view
 from tests.helpers.documents import MIB, make_plan
 
 
@@ -90,14 +90,6 @@ def test_bytes_are_drawn_where_they_are_known() -> None:
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths == [16, 192, 24]  # from the bottom, in MiB
     assert figure_of(make_plan(slots=[])) is None
-
-
-@pytest.mark.parametrize(
-    ("numbers", "shown"),
-    [([], ""), ([3], "3"), ([1, 2], "1, 2"), ([2, 1, 0, 0, 7, 5, 6], "0–2, 5–7"), ([-1, 4], "-1, 4")],
-)  # fmt: skip
-def test_runs_of_layers(numbers: list[int], shown: str) -> None:
-    assert ranges(numbers) == shown
 
 
 def test_a_plan_that_contradicts_itself_is_refused(

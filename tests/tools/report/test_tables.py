@@ -8,12 +8,11 @@ import sys
 import pytest
 
 from hf_pyao.plan.documents.bench import OUT_OF_MEMORY, BenchRow
-from hf_pyao.quantities import number
 from hf_pyao.tools.report.tables import markdown_of
 from hf_pyao.tools.report.terminal import show_view, text_of_view
 from hf_pyao.tools.report.views.bench_view import bench_table
 from hf_pyao.tools.report.views.view import Table, View
-from tests.helpers.documents import make_bench, make_facts, make_row, make_run
+from tests.helpers.documents import make_bench, make_row, make_run
 
 
 def test_a_benchmark_as_a_table() -> None:
@@ -38,17 +37,6 @@ def test_a_benchmark_as_a_table() -> None:
     assert cells["trl-streams"][-1] == "gradients differ"
     assert cells["save-on-cpu"] == ["out of memory", *["–"] * 7]
     assert cells["deepspeed"][0] == "cannot run here"
-
-
-def test_another_loss_is_said() -> None:
-    rows = [make_row("none", 100.0, 8.0), make_row("x", 100.0, 8.0, loss=10.6)]
-    assert bench_table(make_bench(rows))[1][1][-1] == "loss differs"
-
-
-def test_without_a_device_there_are_no_device_columns() -> None:
-    header, _, _ = bench_table(make_bench([make_row("none", 100.0, None)]))
-    assert "peak allocated, GiB" not in header
-    assert "host memory +GiB" in header
 
 
 def test_a_cpu_s_figures_come_with_a_warning() -> None:
@@ -112,27 +100,6 @@ def test_what_could_not_be_recomputed_is_told_with_the_reason_most_first() -> No
     ]
     assert "unseen" not in text
     assert "to be recomputed" not in markdown_of(run)
-
-
-def test_a_run_without_a_micro_batch_is_told_too() -> None:
-    assert "| micro-batches | 0 | – |" in markdown_of(make_run(totals={}, last_micro_batch={}))
-
-
-def test_facts_are_told_with_their_names() -> None:
-    text = markdown_of(make_facts())
-    assert "| num_passed | 78 |" in text
-    assert "| wall_s | 61.2 |" in text
-
-
-def test_numbers_keep_three_digits() -> None:
-    assert [number(value) for value in (0.123, 1.234, 12.34, 123.4, 12345.6)] == [
-        *("0.12", "1.23", "12.3", "123", "12,346"),
-    ]
-
-
-def test_a_pipe_in_a_cell_does_not_break_the_table() -> None:
-    text = markdown_of(make_bench([make_row("pyao:x=a|b", 10.0, 1.0)]))
-    assert "| pyao:x=a\\|b |" in text
 
 
 VIEW = View(
