@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_pyao.engine.recompute.verification import ForwardCheck
 from hf_pyao.engine.rerun.first_run import FirstRun
-from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
+from hf_pyao.engine.rerun.generators import RandomStates
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
@@ -137,8 +137,7 @@ class _RunTiles(torch.autograd.Function):
         ctx.states = RandomStates(inputs[0])
         ctx.noted = []
         try:
-            with exclusive_draws():
-                return _run_forward(call, ctx.states, inputs, ctx.noted)
+            return _run_forward(call, ctx.states, inputs, ctx.noted)
         finally:
             if ctx.first.is_cast:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
@@ -173,7 +172,7 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
     call: TiledCall = ctx.call
-    with exclusive_draws(), ctx.states.kept(), ctx.first.put_back():
+    with ctx.states.kept(), ctx.first.put_back():
         weights = list(call.weights())
         if versions_of(weights) != ctx.versions:
             raise SavedTensorModifiedError(
