@@ -28,10 +28,10 @@ from hf_pyao.engine.recompute.inner_hooks import InnerHooks
 from hf_pyao.engine.recompute.kept_attention import GivenAttention, KernelCall
 from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, hold, is_known_cache
 from hf_pyao.engine.recompute.operations import Rules
-from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import accelerators_in
 from hf_pyao.engine.rerun.guard import is_looked_into
 from hf_pyao.engine.rerun.module_state import StateOfCall
+from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
@@ -145,7 +145,8 @@ class RecordedCall:
         self._args = args
         self._kwargs = kwargs
         self._inner_hooks = inner_hooks
-        self._first = FirstRun(state, devices)
+        self._state = state
+        self._surroundings = Surroundings(devices)
         self._attention: Sequence[KernelCall | None] = ()
         """What its kernels of attention returned, where that is kept."""
 
@@ -170,7 +171,7 @@ class RecordedCall:
         """
         for cache in self._caches():
             cache.forward_ended()
-        return self._first.reason_not_again()
+        return self._state.reason_not_again() or self._surroundings.reason_not_again()
 
     def run(
         self,
@@ -212,7 +213,8 @@ class RecordedCall:
 
         args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._first.put_back())
+            stack.enter_context(self._surroundings.put_back())
+            stack.enter_context(self._state.put_back())
             stack.enter_context(while_it_runs)
             if self._attention:
                 given = GivenAttention(rules, self._attention, give)

@@ -10,7 +10,6 @@ where other threads may draw (:func:`may_be_disturbed`), those of a second attac
 from __future__ import annotations
 
 import contextlib
-import copy
 import pickle
 import random
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
 
 def may_be_disturbed() -> bool:
     """Say whether other threads may draw from the default generators.
@@ -86,7 +86,7 @@ class RandomState:
             torch.equal(self._torch, other._torch)
             and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._devices, other._devices))  # noqa: B905
             and self._python == other._python
-            and same_state(self._numpy, other._numpy)
+            and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
         )
 
     @contextlib.contextmanager
@@ -140,37 +140,6 @@ class RandomStates:
             return
         with self._states[0].now().kept():
             yield
-
-
-def state_of(generator: Any) -> Any:
-    """Return where *generator*, of torch, Python or numpy, is."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return copy.deepcopy(_bits_of(generator).state)
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Put *generator* to where :func:`state_of` has found it."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        _bits_of(generator).state = state
-
-
-def same_state(left: Any, right: Any) -> bool:
-    """Compare two states of a generator."""
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    return pickle.dumps(left) == pickle.dumps(right)
-
-
-def _bits_of(generator: Any) -> Any:
-    """Return what numpy's *generator*, of either kind, draws from."""
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def _numpy_random() -> Any:

@@ -14,10 +14,9 @@ that is filled at first use; the second time is final for the layer. Seen are
 - sub-modules, and hooks on modules and parameters, that came or went;
 - generators of random numbers and iterators, which have a position of their own.
 
-A tensor with a graph that is bound to an attribute is a result of the call and no state. Not seen
-are globals, class attributes, what functions close over, objects of torch and of engines, what lies
-deeper, and what changes between the two runs. Of these, fingerprints see what changes a saved
-tensor (``recompute.verification``).
+Not seen are globals, class attributes, what functions close over, objects of torch and of engines,
+what lies deeper, and what changes between the two runs. Of these, fingerprints see what changes a
+saved tensor (``recompute.verification``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ _COUNTED = operator.itemgetter(
     *("_modules", "_parameters"),
 )
 _HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_NO_HOOKS = (None, None)
 _FOR_ONE_CALL = "hf_pyao.model.patching.exchanged_forwards"
 """Defines what this package puts on modules for no longer than a call."""
 ABSENT = object()
@@ -69,7 +67,7 @@ class Look(NamedTuple):
     versions: list[int]
     """Of these tensors, at that moment."""
     unsteady: list[Any]
-    """Generators and iterators, but for generators that are put back for each second run."""
+    """Generators and iterators."""
     counts: list[Any]
     """How many hooks, sub-modules and parameters each module has; which hooks parameters have."""
     ours: list[tuple[int, str]]
@@ -99,13 +97,13 @@ def look_at(modules: Iterable[dict[str, Any]], also: Iterable[object] = ()) -> L
     found.counts.extend(map(len, chain.from_iterable(map(_COUNTED, found.attributes))))
     for each in found.attributes:
         for name, parameter in each["_parameters"].items():
-            if parameter is not None and (tables := _HOOKS(parameter)) != _NO_HOOKS:
+            if parameter is not None and any(tables := _HOOKS(parameter)):
                 found.counts.append((name, *chain.from_iterable(filter(None, tables))))
     return found
 
 
 def change(before: Look, now: Look, names: Callable[[], Sequence[str]]) -> str:
-    """Name what is not as it was, but for results; empty if all is.
+    """Name what is not as it was; empty if all is.
 
     Args:
         before: a look.
@@ -114,7 +112,7 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]]) -> str:
     """
     if not have_same(before.attributes, now.attributes):
         for at, key, old, new in _changed(before, now):
-            if not (_is_same(old, new) or _is_result(old, new) or are_ours(key, old, new)):
+            if not (_is_same(old, new) or are_ours(key, old, new)):
                 return path_of(names, at, key)
     if not _are_same(before.facts, now.facts):
         gone = {id(each) for each in before.facts} ^ {id(each) for each in now.facts}
@@ -124,13 +122,6 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]]) -> str:
     if list(map(version_of, before.tensors)) != before.versions:
         return "a tensor that it holds, in place"
     return ""
-
-
-def results_in(before: Look, now: Look) -> list[tuple[int, str]]:
-    """Return which attributes have got results: the number of the module, and the name."""
-    if have_same(before.attributes, now.attributes):
-        return []
-    return [(at, key) for at, key, old, new in _changed(before, now) if _is_result(old, new)]
 
 
 def _changed(before: Look, now: Look) -> Iterator[tuple[int, str, Any, Any]]:
@@ -172,13 +163,6 @@ def have_same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
     return list(map(len, before)) == list(map(len, now)) and all(map(operator.is_, one, other))
 
 
-def _is_result(old: Any, new: Any) -> bool:
-    """Say whether an attribute that held *old* has got a result of its call: *new* has a graph."""
-    if not isinstance(new, Tensor) or new.grad_fn is None:
-        return False
-    return old is None or old is ABSENT or (isinstance(old, Tensor) and old.grad_fn is not None)
-
-
 def is_ours(value: Any) -> bool:
     """Say whether *value* is something that this package has put on a module."""
     of = getattr(value, "__module__", None) or type(value).__module__
@@ -205,7 +189,7 @@ def _read(values: Iterable[Any], found: Look, *, num_levels: int) -> None:
         if kind is _TENSOR:
             found.tensors.append(value)
         elif kind is _UNSTEADY:
-            found.unsteady.extend(() if _is_shared(value) else (value,))
+            found.unsteady.append(value)
         elif kind is _ARRAY:
             found.facts.append(_bytes_of(value))
         elif kind is not None and num_levels:
@@ -258,7 +242,8 @@ def kind_of(of: Any) -> Reader | None:
     if hasattr(of, "tobytes") or issubclass(of, bytearray):
         return _ARRAY
     is_iterator = of.__module__ in ("builtins", "itertools") and hasattr(of, "__next__")
-    if is_iterator or is_generator(of):
+    is_generator = issubclass(of, torch.Generator | random.Random)
+    if is_iterator or is_generator or of.__module__.startswith("numpy.random"):
         return _UNSTEADY
     if issubclass(of, types.MethodType):
         return _behind_method
@@ -284,18 +269,3 @@ def _bytes_of(array: Any) -> bytes:
         return bytes(array[:_MOST_ARRAY_BYTES])
     is_large = getattr(array, "size", 1) * array.itemsize > _MOST_ARRAY_BYTES
     return b"" if is_large else bytes(array.tobytes())
-
-
-def is_generator(kind: Any) -> bool:
-    """Say whether objects of *kind* are generators of random numbers."""
-    if kind.__module__.startswith("numpy.random"):
-        return kind.__name__ in ("Generator", "RandomState")
-    return issubclass(kind, torch.Generator | random.Random)
-
-
-def _is_shared(generator: Any) -> bool:
-    """Say whether *generator* is one of those that are put back for each second run."""
-    numpy: Any = sys.modules.get("numpy.random")
-    shared = [torch.default_generator, getattr(random.random, "__self__", None)]
-    shared += [] if numpy is None else [numpy.mtrand._rand, numpy.get_state.__self__]
-    return any(generator is each for each in shared)

@@ -1,8 +1,8 @@
 """What modules hold, to be put back for good: for a micro-batch that runs again, and for a proof.
 
-Put back are attributes, the tables of buffers, training flags of parameters, and generators of
-random numbers that attributes hold. What containers, objects and arrays hold is compared; so are
-hooks, and which sub-modules and parameters there are.
+Put back are attributes, the tables of buffers, and training flags of parameters. What containers,
+objects and arrays hold is compared; so are hooks, and which sub-modules and parameters there are.
+Generators of random numbers and iterators in attributes cannot be put back.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_pyao.engine.rerun.generators import same_state, set_state, state_of
-from hf_pyao.engine.rerun.guard import are_ours, change, have_same, is_generator, look_at
+from hf_pyao.engine.rerun.guard import are_ours, change, have_same, look_at
 from hf_pyao.engine.rerun.module_state import ModuleState, fill, tensors_in, train
 
 
@@ -29,16 +28,18 @@ class HeldState:
         self._are_trained = [each.requires_grad for each in self.parameters]
         self.tensors: list[Tensor] = [*tensors_in(self._buffers), *look.tensors]
         """Buffers, and tensors that attributes hold."""
-        generators = [each for each in look.unsteady if is_generator(type(each))]
-        self._generators = [(each, state_of(each)) for each in generators]
 
     def reason_not_undone(self) -> str:
         """Return why :meth:`undo` cannot bring all of it back, or an empty string."""
-        if len(self._generators) < len(self._look.unsteady):
-            return self._look.reason_unsteady(self._state.names)
+        if self._look.unsteady:
+            return self.reason_unsteady()
         before = self._look._replace(tensors=[], versions=[])  # these are put back
         changed = change(before, look_at(before.attributes), self._state.names)
         return changed and f"it changes {changed}, which cannot be undone"
+
+    def reason_unsteady(self) -> str:
+        """Say why nothing may run again that holds this, whatever it does; or return nothing."""
+        return self._look.reason_unsteady(self._state.names)
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of one of :attr:`tensors`, for messages."""
@@ -55,17 +56,11 @@ class HeldState:
         now = look_at(map(vars, self._modules))
         return change(self._look, now, self._state.names)
 
-    def drew(self) -> bool:
-        """Say whether a generator that an attribute holds has given numbers since."""
-        return not all(same_state(state_of(each), then) for each, then in self._generators)
-
     def undo(self) -> None:
         """Put it back, but for what this package has put on modules since.
 
         What :meth:`reason_not_undone` tells of is left as it is.
         """
-        for generator, then in self._generators:
-            set_state(generator, then)
         train(self.parameters, self._are_trained)
         for module, attributes in zip(self._modules, self._look.attributes, strict=True):
             held = vars(module)

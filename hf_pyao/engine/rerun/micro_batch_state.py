@@ -8,14 +8,14 @@ at its end.
 - A gradient that was not changed stays. If another tensor has replaced it, it is put back.
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
-- Attributes of modules, buffers, and generators that attributes hold are put back (``held_state``).
-  Where a container, an object, an array or hooks have changed, the micro-batch cannot be undone.
+- Attributes of modules and buffers are put back (``held_state``). Where a container, an object, an
+  array or hooks have changed, or an attribute holds a generator, the micro-batch cannot be undone.
 - Buffers and tensors in attributes, up to 1 MiB each, are copied before each micro-batch, and put
   back. A larger one that was written cannot be put back.
 - The default random generators are put back.
 - A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
-  can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
-  gradients away, or step by them; if there are any, no backward can be undone.
+  can be undone. Versions show it. Hooks on parameters, and those of modules that run in backward,
+  may take gradients away, or step by them; if there are any, no backward can be undone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.held_state import HeldState
 from hf_pyao.engine.rerun.module_state import MOST_BUFFER_BYTES, ModuleState
 from hf_pyao.engine.rerun.versions import version_of, versions_of
-from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
@@ -47,7 +46,6 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.state = ModuleState([model], "the model")
-        self.samples = WeightSamples()
         self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
@@ -70,7 +68,6 @@ class MicroBatchState:
         self._versions = versions_of(self._all_parameters)
         self._parameters = [each for each in self._all_parameters if each.is_leaf]
         self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
-        self._samples = tensors.samples.take(self._parameters)
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters to whose gradients backward has added, and those; known by
         :meth:`reason_not_undone`."""
@@ -104,13 +101,15 @@ class MicroBatchState:
         for parameter, gradient, gradient_version in zip(
             self._parameters, self._gradients, self._gradient_versions, strict=True
         ):
-            if after_backward and _has_hooks(parameter):
+            if after_backward and has_hooks(parameter):
                 return "hooks on parameters take up the gradients as they come"
             reason = self._look_at_gradient(
                 parameter, gradient, gradient_version, in_backward=in_backward
             )
             if reason:
                 return reason
+        if after_backward and any(map(has_hooks, self._tensors.state.modules())):
+            return "hooks on modules run in backward, and may step an optimizer"
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
         return self._reason_of_tensors() or self._held.reason_not_undone()
@@ -120,10 +119,6 @@ class MicroBatchState:
             if copy is None and version_of(tensor) != version:
                 return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
         return ""
-
-    def have_weights_changed(self) -> bool:
-        """Say whether weights have changed without a version telling. It waits for the device."""
-        return self._tensors.samples.have_changed(self._parameters, self._samples)
 
     def _look_at_gradient(
         self,
@@ -182,9 +177,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone()
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(hooks)
+def has_hooks(of: nn.Parameter | nn.Module) -> bool:
+    """Say whether a parameter or module has hooks that run in backward."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
+    return any(getattr(of, name, None) for name in names)
 
 
 def _note(

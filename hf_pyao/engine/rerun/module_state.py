@@ -30,7 +30,6 @@ from hf_pyao.engine.rerun.guard import (
     have_same,
     look_at,
     path_of,
-    results_in,
 )
 from hf_pyao.engine.rerun.versions import version_of, versions_of
 from hf_pyao.engine.transfer.layout import has_storage
@@ -39,7 +38,6 @@ from hf_pyao.errors import SavedTensorModifiedError
 MOST_BUFFER_BYTES = 2**20
 """Buffers up to this size are cloned."""
 _TABLES = operator.itemgetter("_parameters", "_buffers")
-_CHILDREN = operator.itemgetter("_modules")
 _IS_TRAINING = operator.itemgetter("training")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
@@ -58,26 +56,13 @@ class ModuleState:
     def __init__(self, roots: Iterable[nn.Module], name: str) -> None:
         self.name = name
         self._roots = [weakref.ref(root) for root in roots]
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._children: list[int] = []
         self.written: set[tuple[int, str]] = set()
         """Buffers that are cloned: numbers of their modules, and names."""
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules, each once, in the same order as long as they are the same."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        if not modules or self._children != _children_of(modules):
-            inside = chain.from_iterable(root.modules() for root in self.roots())
-            modules = list(dict.fromkeys(inside))
-            self._modules = list(map(weakref.ref, modules))
-            self._children = _children_of(modules)
-            self.written = {
-                (at, name)
-                for at, module in enumerate(modules)
-                if isinstance(module, _NormBase) and module.track_running_stats
-                for name in module._buffers
-            }
-        return modules
+        """Return the modules, each once."""
+        inside = chain.from_iterable(root.modules() for root in self.roots())
+        return list(dict.fromkeys(inside))
 
     def roots(self) -> list[nn.Module]:
         """Return the roots that are there still."""
@@ -110,13 +95,13 @@ class StateOfCall:
         self._are_trained = list(map(_IS_TRAINED, self._tensors))
         self._copies = {
             id(each): each.detach().clone()
-            for at, name in state.written
-            if (each := self._buffers[at].get(name)) is not None
+            for at, (module, table) in enumerate(zip(self._modules, self._buffers, strict=True))
+            for name, each in table.items()
+            if each is not None and ((at, name) in state.written or isinstance(module, _NormBase))
         }
         """Of buffers, by their ids."""
         self._ours = [(at, key, attributes[at][key]) for at, key in self._look.ours]
         """What this package has put on modules: a layer runs again with the same."""
-        self._results: list[tuple[int, str]] = []
 
     # ---- the end of the first run --------------------------------------------------------------
 
@@ -134,7 +119,6 @@ class StateOfCall:
         assert before is not None
         now = look_at(map(vars, self._modules), self._arguments)
         self._arguments = ()
-        self._results = results_in(before, now)
         written = self._written()
         self._state.written |= {
             (at, name)
@@ -171,8 +155,7 @@ class StateOfCall:
         before = list(map(dict.copy, tables))
         are_training = list(map(_IS_TRAINING, held))
         are_trained = list(map(_IS_TRAINED, self._tensors))
-        places = [*self._results, *(place[:2] for place in self._ours)]
-        bound = [(held[at], key, held[at].get(key, ABSENT)) for at, key in places]
+        bound = [(held[at], key, held[at].get(key, ABSENT)) for at, key, _ in self._ours]
         try:
             self._switch(held, self._are_training, self._are_trained)
             for at, key, value in self._ours:
@@ -232,12 +215,6 @@ class StateOfCall:
         for attributes, is_training in zip(held, are_training, strict=True):
             attributes["training"] = is_training
         train(self._tensors, are_trained)
-
-
-def _children_of(modules: Iterable[nn.Module]) -> list[int]:
-    """Return the ids of all sub-modules."""
-    tables = map(_CHILDREN, map(vars, modules))
-    return list(map(id, chain.from_iterable(map(dict.values, tables))))
 
 
 def is_small(buffer: Tensor | None) -> bool:
