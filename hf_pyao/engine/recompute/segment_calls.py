@@ -8,9 +8,8 @@ noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without 
 would hold the graph that holds it; backward goes through the graph of the first run, and asks the
 second for values alone, so that its gradients arrive all the same.
 
-Objects that are no plain containers (dataclasses, model outputs) are given again as they are. The
-guard looks into them as into the layer's attributes: see [Note: Guards] in ``rerun.guard``. What
-the second run finds in the layer is in [Note: State of modules] in ``rerun.module_state``.
+A layer that is given an object of a user's own, which may change, runs once. What the second run
+finds in the layer is in [Note: State of modules] in ``rerun.module_state``.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class AddedOnce:
                 before = functools.partial(self._before, parameter, placeholder, gradient)
                 after = functools.partial(self._after, gradient)
                 self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             yield
         finally:
             try:

@@ -122,11 +122,6 @@ class RandomStates:
         if self._states and self._states[0].is_equal(self._states[-1]):
             self._states = []
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything was drawn."""
-        return bool(self._states)
-
     def set(self, index: int) -> None:
         """Make the state what it was before call *index*."""
         if self._states:

@@ -50,9 +50,7 @@ _COUNTED = operator.itemgetter(
     *("_modules", "_parameters"),
 )
 _HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_FOR_ONE_CALL = "hf_pyao.model.patching.exchanged_forwards"
-"""Defines what this package puts on modules for no longer than a call."""
-ABSENT = object()
+_ABSENT = object()
 
 
 class Look(NamedTuple):
@@ -70,8 +68,6 @@ class Look(NamedTuple):
     """Generators and iterators."""
     counts: list[Any]
     """How many hooks, sub-modules and parameters each module has; which hooks parameters have."""
-    ours: list[tuple[int, str]]
-    """Attributes with objects that this package has put there: number of the module, and name."""
 
     def reason_unsteady(self, names: Callable[[], Sequence[str]]) -> str:
         """Say why nothing may run again that holds this, whatever it does; or return nothing."""
@@ -81,16 +77,14 @@ class Look(NamedTuple):
         return f"{name} holds a {type(self.unsteady[0]).__name__}, which cannot be put back"
 
 
-def look_at(modules: Iterable[dict[str, Any]], also: Iterable[object] = ()) -> Look:
-    """Return what modules with these dictionaries, and objects *also*, hold at the moment."""
-    found = Look(list(map(dict.copy, modules)), [], [], [], [], [], [])
-    holders = {id(each): each for each in also}
-    for at, each in enumerate(found.attributes):
+def look_at(modules: Iterable[dict[str, Any]]) -> Look:
+    """Return what modules with these dictionaries hold at the moment."""
+    found = Look(list(map(dict.copy, modules)), [], [], [], [], [])
+    holders: dict[int, Any] = {}
+    for each in found.attributes:
         for key, value in islice(each.items(), _NUM_OF_TORCH, None):
             kind = kind_of(type(value))
-            if kind is _OURS:
-                found.ours.append((at, key))
-            elif kind is not None and key != "forward" and not key.startswith("_pyao_"):
+            if kind is not None and key != "forward" and not key.startswith("_pyao_"):
                 holders[id(value)] = value
     _read(holders.values(), found, num_levels=2)
     found.versions.extend(map(version_of, found.tensors))
@@ -128,7 +122,7 @@ def _changed(before: Look, now: Look) -> Iterator[tuple[int, str, Any, Any]]:
     """Yield which attributes hold another object: number of the module, name, old and new."""
     for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
         for key in dict.fromkeys((*then, *after)):
-            old, new = then.get(key, ABSENT), after.get(key, ABSENT)
+            old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
             if old is not new and key != "training":
                 yield at, key, old, new
 
@@ -139,9 +133,11 @@ def _holder(
     """Name the attribute of which the look at its value alone *is_meant*."""
     for at, attributes in enumerate(look.attributes):
         for key, value in islice(attributes.items(), _NUM_OF_TORCH, None):
-            if is_meant(look_at((), [value])):
+            found = Look([], [], [], [], [], [])
+            _read([value], found, num_levels=2)
+            if is_meant(found):
                 return path_of(names, at, key)
-    return "what it is given"
+    return "a container or an object"
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -221,15 +217,14 @@ def _nothing(_: object) -> Iterable[Any]:
     return ()
 
 
-_TENSOR, _ARRAY, _UNSTEADY, _OURS = (functools.partial(_nothing) for _ in range(4))
+_TENSOR, _ARRAY, _UNSTEADY = (functools.partial(_nothing) for _ in range(3))
 """Kinds that are not read item by item."""
 _OF_CONTAINERS = (dict.values, iter)
 Reader = Callable[[Any], Iterable[Any]]
 """Returns what a value holds."""
 
 
-@functools.cache
-def kind_of(of: Any) -> Reader | None:
+def _kind_of(of: Any) -> Reader | None:
     """Return how a guard reads an object of this type; None: it is not looked into."""
     if of in _NUMBERS or issubclass(of, type | Parameter):
         return None
@@ -249,13 +244,15 @@ def kind_of(of: Any) -> Reader | None:
         return _behind_method
     if issubclass(of, nn.Module):
         return _in_module
-    if of.__module__.startswith("hf_pyao.") and of.__module__ != _FOR_ONE_CALL:
-        return _OURS
     package = of.__module__.partition(".")[0]
     is_library = package in _ENGINES or package in sys.stdlib_module_names
     if not of.__dictoffset__ or (is_library and of is not types.SimpleNamespace):
         return None
     return _in_object
+
+
+kind_of: Callable[[Any], Reader | None] = functools.cache(_kind_of)
+"""Asks once for each type."""
 
 
 def is_looked_into(value: object) -> bool:

@@ -6,7 +6,7 @@ modules and parameters; and buffers. A buffer that the first run has written is 
 that was taken before, so that nothing is written into what others hold. Only those are cloned that
 were seen to be written, and those of norms that keep statistics, since some kernels write them
 without a version telling. A buffer that is written for the first time, or is large, lets the call
-run once. What this package has put on modules, such as tiles, is that of the first run, too.
+run once.
 Nothing else is put back: see [Note: Guards] in ``guard``.
 """
 
@@ -24,7 +24,6 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_pyao.engine.rerun.guard import (
-    ABSENT,
     Look,
     change,
     have_same,
@@ -40,6 +39,8 @@ MOST_BUFFER_BYTES = 2**20
 _TABLES = operator.itemgetter("_parameters", "_buffers")
 _IS_TRAINING = operator.itemgetter("training")
 _IS_TRAINED = operator.attrgetter("requires_grad")
+_HANDLES = "_pyao_handles_forward"
+"""The attribute that says what this package runs instead of a module's forward."""
 
 Table = dict[str, Tensor | None]
 """Parameters or buffers of a module, by name."""
@@ -73,19 +74,18 @@ class ModuleState:
         found = chain.from_iterable(root.named_modules() for root in self.roots())
         return list({id(module): name for name, module in found}.values())
 
-    def now(self, arguments: Sequence[object] = ()) -> StateOfCall:
-        """Note what a call finds that begins; *arguments* are objects that it is given."""
-        return StateOfCall(self, arguments)
+    def now(self) -> StateOfCall:
+        """Note what a call finds that begins."""
+        return StateOfCall(self)
 
 
 class StateOfCall:
     """What one call finds in the modules of *state*; see [Note: State of modules]."""
 
-    def __init__(self, state: ModuleState, arguments: Sequence[object]) -> None:
+    def __init__(self, state: ModuleState) -> None:
         self._state = state
         self._modules = state.modules()
-        self._arguments = arguments
-        self._look: Look | None = look_at(map(vars, self._modules), arguments)
+        self._look: Look | None = look_at(map(vars, self._modules))
         attributes = self._look.attributes
         self._are_training = list(map(_IS_TRAINING, attributes))
         self._parameters: list[Table] = [{**each["_parameters"]} for each in attributes]
@@ -100,25 +100,22 @@ class StateOfCall:
             if each is not None and ((at, name) in state.written or isinstance(module, _NormBase))
         }
         """Of buffers, by their ids."""
-        self._ours = [(at, key, attributes[at][key]) for at, key in self._look.ours]
-        """What this package has put on modules: a layer runs again with the same."""
+        self._handles = [each.get(_HANDLES) for each in attributes]
 
     # ---- the end of the first run --------------------------------------------------------------
 
     def reason_unknown(self) -> str:
         """Return why the call cannot run again, whatever it does; empty if there is no reason."""
         assert self._look is not None
-        held = [*tensors_in(self._buffers), *(self._look.tensors if self._arguments else ())]
-        if any(each.grad_fn is not None for each in held):
-            return "a buffer, or an object that it is given, holds what backward goes through"
+        if any(each.grad_fn is not None for each in tensors_in(self._buffers)):
+            return "it holds a buffer that backward goes through"
         return self._look.reason_unsteady(self._state.names)
 
     def reason_not_again(self) -> str:
         """Return why the call, which ends, cannot run again; empty if it can. To be asked once."""
         before, self._look = self._look, None
         assert before is not None
-        now = look_at(map(vars, self._modules), self._arguments)
-        self._arguments = ()
+        now = look_at(map(vars, self._modules))
         written = self._written()
         self._state.written |= {
             (at, name)
@@ -155,29 +152,23 @@ class StateOfCall:
         before = list(map(dict.copy, tables))
         are_training = list(map(_IS_TRAINING, held))
         are_trained = list(map(_IS_TRAINED, self._tensors))
-        bound = [(held[at], key, held[at].get(key, ABSENT)) for at, key, _ in self._ours]
         try:
             self._switch(held, self._are_training, self._are_trained)
-            for at, key, value in self._ours:
-                held[at][key] = value
             fill(tables, self._tables_then(before))
             yield
         finally:
             fill(tables, before)
             self._switch(held, are_training, are_trained)
-            for attributes, key, value in bound:
-                if value is ABSENT:
-                    attributes.pop(key, None)
-                else:
-                    attributes[key] = value
 
     def _check(self) -> None:
         written = self._written()
         changed = f"{self._name_of(written[0])} was changed in place" if written else ""
         if self._look is not None and not changed:
-            now = look_at(map(vars, self._modules), self._arguments)
+            now = look_at(map(vars, self._modules))
             other = change(self._look, now._replace(counts=self._look.counts), self._state.names)
             changed = other and f"{other} was changed"
+        if [vars(module).get(_HANDLES) for module in self._modules] != self._handles:
+            changed = "parts of it that run in tiles or groups were exchanged (as by detach())"
         if changed:
             raise SavedTensorModifiedError(
                 f"{self._state.name} has to run again in backward (checkpoint_every, mlp_tiles), "

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in, may_be_disturbed
-from hf_pyao.engine.rerun.modes import default_device, made_on, reason_of_modes, refuse_under
+from hf_pyao.engine.rerun.modes import reason_of_modes, refuse_under
 from hf_pyao.engine.rerun.settings import apply_settings, current_settings
 
 Autocast = tuple[str, bool, torch.dtype, bool]
@@ -33,7 +33,7 @@ class Surroundings:
         self.is_cast = any(is_on for _, is_on, _, _ in self._autocast)
         """Whether autocast is on for any of them."""
         self._settings = current_settings()
-        self._device = default_device()
+        self._device = torch.get_default_device()
         self._random = RandomState(devices) if with_random else None
 
     def reason_not_again(self) -> str:
@@ -53,8 +53,10 @@ class Surroundings:
         settings = current_settings()
         refuse_under(reason_of_modes())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(made_on(self._device))
-            for kind, is_on, dtype, keeps in self._autocast:
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            now = _autocast_of(each[0] for each in self._autocast)
+            for kind, is_on, dtype, keeps in (each for each in self._autocast if each not in now):
                 autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=keeps)
                 stack.enter_context(autocast)
             try:
