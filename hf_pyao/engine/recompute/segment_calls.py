@@ -56,13 +56,11 @@ def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
         return stand_in(value)
     if is_known_cache(value):
         return NotedCache(value)
-    if _has_attributes(value):
-        return value
-    if isinstance(value, dict):
+    if type(value) is dict:
         return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
     if isinstance(value, UserDict):  # keys and values that layers share, in transformers
         return _with_data(value, noted(value.data, stand_in))
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple) or type(value) is list:
         return _like(value, [noted(item, stand_in) for item in value])
     return value
 
@@ -73,15 +71,6 @@ def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any,
     return other
 
 
-def _has_attributes(value: Any) -> bool:
-    """Say whether a container has attributes that hold more than a number or a text."""
-    attributes = getattr(value, "__dict__", None) if isinstance(value, dict | list) else None
-    return any(
-        not (each is None or isinstance(each, str | int | float))
-        for each in (attributes or {}).values()
-    )
-
-
 def objects_in(values: Any) -> list[object]:
     """Return the objects in *values* that may change, apart from tensors and plain containers."""
     found: list[object] = []
@@ -90,7 +79,7 @@ def objects_in(values: Any) -> list[object]:
         value = pending.pop()
         if isinstance(value, UserDict) or is_known_cache(value):
             continue
-        if isinstance(value, dict | list | tuple) and not _has_attributes(value):
+        if isinstance(value, tuple) or type(value) in (dict, list):
             pending.extend(value.values() if isinstance(value, dict) else value)
         elif is_looked_into(value):
             found.append(value)
@@ -100,19 +89,7 @@ def objects_in(values: Any) -> list[object]:
 def _like(value: Any, items: Any) -> Any:
     """Return *items* as a container of the kind of *value*."""
     kind = type(value)
-    if kind in (dict, list, tuple):
-        return kind(items)
-    if hasattr(value, "_fields"):
-        return kind(*items)
-    if isinstance(value, tuple):
-        return kind(items)
-    other = copy.copy(value)  # of a kind of its own: what it knows besides stays
-    if isinstance(value, dict):
-        for key, item in items.items():
-            dict.__setitem__(other, key, item)
-    else:
-        other[:] = items
-    return other
+    return kind(*items) if hasattr(value, "_fields") else kind(items)
 
 
 class RecordedCall:
