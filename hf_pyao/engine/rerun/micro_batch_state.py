@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.held_state import HeldState
-from hf_pyao.engine.rerun.module_state import MOST_BUFFER_BYTES, ModuleState
+from hf_pyao.engine.rerun.module_state import ModuleState, is_small
 from hf_pyao.engine.rerun.versions import version_of, versions_of
 from hf_pyao.engine.transfer.layout import has_storage
 
@@ -63,11 +63,18 @@ class MicroBatchState:
         self._tensors = tensors
         self._random = RandomState(tensors.devices)
         self._held = HeldState(tensors.state)
-        self._copies = [(each, version_of(each), _copied(each)) for each in self._held.tensors]
+        self._copies = [
+            (each, version_of(each), each.detach().clone() if is_small(each) else None)
+            for each in self._held.tensors
+        ]
         self._all_parameters = self._held.parameters
         self._versions = versions_of(self._all_parameters)
         self._parameters = [each for each in self._all_parameters if each.is_leaf]
-        self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
+        # Weakly: a gradient that is deleted meanwhile frees its memory.
+        self._gradients = [
+            None if each.grad is None else (weakref.ref(each.grad), each.grad._version)
+            for each in self._parameters
+        ]
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters to whose gradients backward has added, and those; known by
         :meth:`reason_not_undone`."""
@@ -98,33 +105,25 @@ class MicroBatchState:
         self.added.clear()
         if versions_of(self._all_parameters) != self._versions:
             return "parameters were changed in it, as by an optimizer that steps in backward"
-        for parameter, gradient, gradient_version in zip(
-            self._parameters, self._gradients, self._gradient_versions, strict=True
-        ):
+        for parameter, noted in zip(self._parameters, self._gradients, strict=True):
             if after_backward and has_hooks(parameter):
                 return "hooks on parameters take up the gradients as they come"
-            reason = self._look_at_gradient(
-                parameter, gradient, gradient_version, in_backward=in_backward
-            )
+            reason = self._look_at_gradient(parameter, noted, in_backward=in_backward)
             if reason:
                 return reason
         if after_backward and any(map(has_hooks, self._tensors.state.modules())):
             return "hooks on modules run in backward, and may step an optimizer"
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        return self._reason_of_tensors() or self._held.reason_not_undone()
-
-    def _reason_of_tensors(self) -> str:
         for tensor, version, copy in self._copies:
             if copy is None and version_of(tensor) != version:
                 return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
-        return ""
+        return self._held.reason_not_undone()
 
     def _look_at_gradient(
         self,
         parameter: nn.Parameter,
-        noted: weakref.ref[torch.Tensor] | None,
-        version: int,
+        noted: tuple[weakref.ref[torch.Tensor], int] | None,
         *,
         in_backward: bool,
     ) -> str:
@@ -132,7 +131,7 @@ class MicroBatchState:
         if noted is None:
             self.has_written |= gradient is not None
             return ""
-        before = noted()
+        before, version = noted[0](), noted[1]
         if before is None:
             return "it let go of gradients that were there before, as zero_grad() does"
         if before._version == version:
@@ -159,7 +158,7 @@ class MicroBatchState:
     def undo(self) -> None:
         """Put back gradients, the state of modules and random numbers, as far as possible."""
         for parameter, noted in zip(self._parameters, self._gradients, strict=True):
-            before = None if noted is None else noted()
+            before = None if noted is None else noted[0]()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
         self._held.undo()
@@ -170,27 +169,7 @@ class MicroBatchState:
         self._random.restore()
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of *tensor*, if it is small and has bytes."""
-    if not has_storage(tensor) or tensor.is_meta or tensor.nbytes > MOST_BUFFER_BYTES:
-        return None
-    return tensor.detach().clone()
-
-
 def has_hooks(of: nn.Parameter | nn.Module) -> bool:
     """Say whether a parameter or module has hooks that run in backward."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
     return any(getattr(of, name, None) for name in names)
-
-
-def _note(
-    gradients: list[torch.Tensor | None],
-) -> tuple[Sequence[weakref.ref[torch.Tensor] | None], Sequence[int]]:
-    """Return weak references on *gradients*, and their versions.
-
-    The references are weak: a gradient that is deleted meanwhile frees its memory.
-    """
-    return (
-        [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
-        [0 if gradient is None else gradient._version for gradient in gradients],
-    )

@@ -210,7 +210,9 @@ class StateOfCall:
 
 def is_small(buffer: Tensor | None) -> bool:
     """Say whether *buffer* is cloned where it is written."""
-    return buffer is not None and has_storage(buffer) and buffer.nbytes <= MOST_BUFFER_BYTES
+    if buffer is None or not has_storage(buffer) or buffer.is_meta:
+        return False
+    return buffer.nbytes <= MOST_BUFFER_BYTES
 
 
 def train(parameters: Sequence[Tensor], are_trained: list[bool]) -> None:
