@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
-from hf_pyao.engine.rerun import generators
 from tests.catalogue.witness import keys_expected, keys_seen
 
 
@@ -138,16 +137,9 @@ def _nothing_stays_replaced() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _generators_are_let_go() -> Iterator[None]:
-    """Fail a test that leaves the lock of the generators held, or threads that may draw.
-
-    Other threads would wait for the lock for a minute each time; beside such threads no layer that
-    draws runs again.
-    """
+def _no_threads_are_left() -> Iterator[None]:
+    """Fail a test that leaves threads that may draw: no layer that draws runs again beside them."""
     yield
-    if generators._is_held_here():
-        lock, generators._DRAWS = generators._DRAWS, threading.RLock()
-        pytest.fail(f"the lock of the generators was left held: {lock!r}")
     main = threading.main_thread()
     left = [t for t in threading.enumerate() if t is not main and not t.daemon]
     left = [t for t in left if t.name.startswith("pyao")]

@@ -12,7 +12,6 @@ message.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import sys
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-WEIGHTS_CHANGED = "weights were changed in it, as by an optimizer that steps in backward"
 _MOST_TRIES = 8
 """However often a tightening finds something tighter."""
 
@@ -118,11 +116,6 @@ class MicroBatchRunner:
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()  # again: what was released may have changed something
-            if attempt.have_weights_changed():  # there is room to look now
-                raise OutOfDeviceMemoryError(
-                    f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.",
-                    key="out-of-memory-not-repeatable",
-                )
 
     def _make_room(
         self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
@@ -188,7 +181,6 @@ class _Attempt:
         self._writes_only_this_model = writes_only_this_model
         self._collectives = num_collectives()
         self._state = MicroBatchState(tensors)
-        self._has_run_backward = False
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Try it, from what it began with."""
@@ -196,9 +188,10 @@ class _Attempt:
             self._newest_backward = newest_backward()
         self.num_tries += 1
         added = self._state.added
-        with AddedOnce(added) if added else contextlib.nullcontext() as once:
+        once = AddedOnce(added)
+        with once.set_aside():
             result = function()
-        if once is not None and once.is_amiss:
+        if once.is_amiss:
             raise OutOfDeviceMemoryError(
                 "a micro-batch ran again that had not fitted into device memory, and did not write "
                 "the gradients that it wrote the first time: what is there now is not right. Run "
@@ -217,29 +210,23 @@ class _Attempt:
         newest = newest_backward()
         num_backwards = newest - self._newest_backward - 1
         self._newest_backward = newest
-        self._has_run_backward = in_backward or num_backwards > 0
         of_tensors = self._state.reason_not_undone(
-            after_backward=self._has_run_backward, in_backward=in_backward
+            after_backward=in_backward or num_backwards > 0, in_backward=in_backward
         )
         return (
             reason_not_alone(self._collectives, trace)
             or reason_of_wrappers(model, trace, has_written=self._state.has_written)
             or of_tensors
-            or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
-            or self._reason_of_others(num_backwards, trace, in_backward=in_backward)
+            or self._reason_of_others(
+                num_backwards, trace if in_backward and num_backwards == 1 else None
+            )
         )
 
-    def have_weights_changed(self) -> bool:
-        """Say whether a backward has changed weights without a version telling."""
-        return self._has_run_backward and self._state.have_weights_changed()
-
-    def _reason_of_others(
-        self, num_backwards: int, trace: TracebackType | None, *, in_backward: bool
-    ) -> str:
+    def _reason_of_others(self, num_backwards: int, failed: TracebackType | None) -> str:
         """Look for gradients of others that it may have written."""
-        if self._writes_only_this_model:
+        if self._writes_only_this_model or num_backwards <= 0:
             return ""
-        other = find_other(self._state.known_ids, num_backwards, trace, in_backward=in_backward)
+        other = find_other(self._state.known_ids, failed)
         if other is None:
             return ""
         return (

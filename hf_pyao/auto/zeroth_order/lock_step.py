@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
+from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.transfer.compute_streams import current_stream
 
 T = TypeVar("T")
@@ -82,24 +82,23 @@ class _Run:
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Run *passes*; may be called once."""
-        with exclusive_draws():
-            start = RandomState([self._device])
-            self._states = [start] * len(passes)
-            self._runs = [True] * len(passes)
-            results: list[Any] = [None] * len(passes)
-            threads = [
-                self._thread(number, each, results) for number, each in enumerate(passes) if number
-            ]
+        start = RandomState([self._device])
+        self._states = [start] * len(passes)
+        self._runs = [True] * len(passes)
+        results: list[Any] = [None] * len(passes)
+        threads = [
+            self._thread(number, each, results) for number, each in enumerate(passes) if number
+        ]
+        try:
             try:
-                try:
-                    for thread in threads:
-                        thread.start()
-                    self._pass(0, passes[0], results)
-                finally:
-                    self._join(threads)
-            finally:  # once more: an interrupt may have come before the other call had begun
+                for thread in threads:
+                    thread.start()
+                self._pass(0, passes[0], results)
+            finally:
                 self._join(threads)
-                self._states[0].restore()
+        finally:  # once more: an interrupt may have come before the other call had begun
+            self._join(threads)
+            self._states[0].restore()
         if self._errors:
             raise self._errors[0]
         return results

@@ -1,4 +1,4 @@
-"""torch's stack of dispatch modes, and the flags that it keeps beside it."""
+"""torch's stack of dispatch modes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.engine.torch_hooks.torch_stacks import Stack
-
-_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-"""Names of the flags; older releases of torch have not all of them."""
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -40,29 +33,6 @@ def modes_on() -> list[Any]:
     return _python_dispatch._get_current_dispatch_mode_stack()
 
 
-def take_out_mode(is_meant: Callable[[Any], bool]) -> bool:
-    """Take the topmost mode that *is_meant* down, from under others if need be; say if one was."""
-    return _STACK.take_out(is_meant)
-
-
-def flags_of_modes() -> dict[str, bool]:
-    """Return what torch notes about the modes that are on, to give it back later."""
-    return {
-        name: vars(_python_dispatch)[name] for name in _FLAGS if hasattr(_python_dispatch, name)
-    }
-
-
-def restore_flags_of_modes(flags: dict[str, bool]) -> None:
-    """Note the same again: an interrupt may have come between a mode and the notes about it."""
-    for name, flag in flags.items():
-        setattr(_python_dispatch, name, flag)
-    tell_compiler = getattr(
-        _python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None
-    )
-    if tell_compiler is not None and _FLAGS[-1] in flags:
-        tell_compiler(flags[_FLAGS[-1]])
-
-
 def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
     """Return the device of a fake tensor that an operation asks for; None if it does not.
 
@@ -82,11 +52,9 @@ class RemovableMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_running = False
-        self._flags_before: dict[str, bool] = {}
 
     def start(self) -> None:
         """See operations from here on."""
-        self._flags_before = flags_of_modes()
         self.is_running = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -107,8 +75,7 @@ class RemovableMode(TorchDispatchMode):
         self.is_running = False
 
     def _tear_off(self) -> None:
-        take_out_mode(lambda mode: mode is self)
-        restore_flags_of_modes(self._flags_before)
+        _STACK.take_out(lambda mode: mode is self)
 
 
 def stop_left_behind() -> None:

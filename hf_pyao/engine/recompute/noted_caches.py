@@ -10,18 +10,17 @@ So the second run gets a copy of the cache objects, with the tensors that the fi
 transformers' dynamic caches never write a tensor in place: they replace it. What a call found is
 therefore intact when its second run asks for it, if something holds it. A layer reads and replaces
 its own entry of a cache (in an encoder-decoder, of two caches at the same index): these tensors are
-held. The entries of other layers are referred to weakly, or all keys and values would stay on the
-device until backward, also where the caller lets the cache go. Once they are gone, a tensor on
-``meta`` takes their place: its shape can be asked for, and computing with it is an error. A layer
-that replaces no entry reads those of other layers (models that share keys and values between
-layers), and all are held for it.
+held. Of the entries of other layers the shapes alone are known, or all keys and values would stay
+on the device until backward, also where the caller lets the cache go. A tensor on ``meta`` takes
+the place of each: its shape can be asked for, and computing with it is an error. A layer that
+replaces no entry reads those of other layers (models that share keys and values between layers),
+and all are held for it.
 
 Caches of other classes may write in place. A layer that gets one does not run again.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -100,61 +99,58 @@ class NotedCache:
 
     def __init__(self, cache: Any) -> None:
         self._kind = type(cache)
-        self._attributes = {name: _noted(value) for name, value in vars(cache).items()}
+        self._attributes: dict[str, Any] = {}
+        self._lists: list[tuple[list[Any], list[_NotedEntry]]] = []
+        """Entries, one for each layer of the model, and what is noted of them; also of caches in
+        it."""
+        for name, value in vars(cache).items():
+            noted = dict(value) if isinstance(value, dict) else value
+            if is_known_cache(value):
+                noted = NotedCache(value)
+                self._lists += noted._lists
+                noted._lists = []
+            elif isinstance(value, list):
+                noted = [_NotedEntry(each) for each in value]
+                self._lists.append((value, noted))
+            self._attributes[name] = noted
 
     def forward_ended(self) -> None:
-        """Hold what the call has read; of other entries, refer to what is there."""
-        entries = list(self._entries())
-        read = {index for each in entries for index in each.changed()}
-        for each in entries:
-            each.settle(read)
+        """Hold what the call has read; of other entries, know the shape."""
+        read = {
+            index
+            for entries, noted in self._lists
+            for index, entry in enumerate(entries)
+            if index >= len(noted) or noted[index].is_another(entry)
+        }
+        self._lists = [([], noted) for _, noted in self._lists]
+        for _, noted in self._lists:
+            for index, each in enumerate(noted):
+                each.settle(is_read=not read or index in read)
 
     def refilled(self, filled: Callable[[Held], Tensor]) -> Any:
         """Return a copy of the cache; *filled* returns the tensor for what is held."""
-        return _copy_of(
-            self._kind, {name: _refilled(v, filled) for name, v in self._attributes.items()}
-        )
+        attributes = dict(self._attributes)
+        for name, value in attributes.items():
+            if isinstance(value, NotedCache):
+                attributes[name] = value.refilled(filled)
+            elif isinstance(value, list):
+                attributes[name] = [each.refilled(filled) for each in value]
+            elif isinstance(value, dict):
+                attributes[name] = dict(value)
+        return _copy_of(self._kind, attributes)
 
     def held(self) -> Iterator[Held]:
         """Yield what it holds."""
-        for entries in self._entries():
-            yield from entries.held()
-
-    def _entries(self) -> Iterator[_NotedEntries]:
-        for value in self._attributes.values():
-            if isinstance(value, NotedCache):
-                yield from value._entries()
-            elif isinstance(value, _NotedEntries):
-                yield value
+        for _, noted in self._lists:
+            for entry in noted:
+                yield from (each for each in entry.attributes.values() if isinstance(each, Held))
 
 
-class _NotedEntries:
-    """The entries of a cache, one for each layer of the model."""
+class _Unread(NamedTuple):
+    """Stands for a tensor that the call has not read."""
 
-    def __init__(self, entries: list[Any]) -> None:
-        self._origin: list[Any] = entries
-        self._entries = [_NotedEntry(each) for each in entries]
-
-    def changed(self) -> Iterator[int]:
-        """Yield the indices of entries that are new, or that have other tensors than before."""
-        for index, origin in enumerate(self._origin):
-            if index >= len(self._entries) or self._entries[index].is_another(origin):
-                yield index
-
-    def settle(self, read: set[int]) -> None:
-        """Hold the tensors of the entries that were *read*, of all if that is empty."""
-        self._origin = []
-        for index, entry in enumerate(self._entries):
-            entry.settle(is_read=not read or index in read)
-
-    def held(self) -> Iterator[Held]:
-        """Yield what they hold."""
-        for entry in self._entries:
-            yield from (each for each in entry.attributes.values() if isinstance(each, Held))
-
-    def refilled(self, filled: Callable[[Held], Tensor]) -> list[Any]:
-        """Return copies of them."""
-        return [each.refilled(filled) for each in self._entries]
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class _NotedEntry:
@@ -175,48 +171,21 @@ class _NotedEntry:
         return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
 
     def settle(self, *, is_read: bool) -> None:
-        """Hold its tensors, or refer to them."""
+        """Hold its tensors, or know their shapes alone."""
         for name, version in self._versions.items():
             tensor = self.attributes[name]
-            self.attributes[name] = hold(tensor, version) if is_read else _Unread(tensor, version)
+            known = hold(tensor, version) if is_read else _Unread(tensor.shape, tensor.dtype)
+            self.attributes[name] = known
 
     def refilled(self, filled: Callable[[Held], Tensor]) -> Any:
         """Return a copy of it."""
         attributes = dict(self.attributes)
-        for name in self._versions:
-            value = attributes[name]
-            attributes[name] = value.tensor(filled) if isinstance(value, _Unread) else filled(value)
+        for name, value in attributes.items():
+            if isinstance(value, _Unread):
+                attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            elif isinstance(value, Held):
+                attributes[name] = filled(value)
         return _copy_of(self._kind, attributes)
-
-
-class _Unread:
-    """Refers to a tensor, and knows its shape when it is gone."""
-
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self._ref = weakref.ref(tensor)
-        self._version = version
-        self._shape, self._dtype = tensor.shape, tensor.dtype
-
-    def tensor(self, filled: Callable[[Held], Tensor]) -> Tensor:
-        """Return the tensor if it is as it was; one on ``meta`` if not."""
-        tensor = self._ref()
-        if tensor is None or version_of(tensor) != self._version:
-            return torch.empty(self._shape, dtype=self._dtype, device="meta")
-        return filled(hold(tensor))
-
-
-def _noted(value: Any) -> Any:
-    if is_known_cache(value):
-        return NotedCache(value)
-    if isinstance(value, list):
-        return _NotedEntries(value)
-    return dict(value) if isinstance(value, dict) else value
-
-
-def _refilled(value: Any, filled: Callable[[Held], Tensor]) -> Any:
-    if isinstance(value, NotedCache | _NotedEntries):
-        return value.refilled(filled)
-    return dict(value) if isinstance(value, dict) else value
 
 
 def _copy_of(kind: type[Any], attributes: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from hf_pyao.engine.recompute.operations import Kind
 from hf_pyao.engine.recompute.trace_values import Operation, Ref, Source, TensorSource, Value
 from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
-from hf_pyao.engine.rerun.generators import exclusive_draws
 from hf_pyao.engine.rerun.modes import reason_of_dispatch_modes, refuse_under
 from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_settings
 from hf_pyao.engine.runtime.saved_tensor import RebuiltStorage, SavedStorage
@@ -305,13 +304,12 @@ def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     generator = operation.generator
     if generator is None or operation.state is None:
         return operation.func(*args, **kwargs)
-    with exclusive_draws():
-        now = generator.get_state()
-        try:
-            generator.set_state(operation.state)
-            return operation.func(*args, **kwargs)
-        finally:
-            generator.set_state(now)
+    now = generator.get_state()
+    try:
+        generator.set_state(operation.state)
+        return operation.func(*args, **kwargs)
+    finally:
+        generator.set_state(now)
 
 
 def _view(ref: Ref, storage: torch.UntypedStorage, start: int = 0) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Admission:
             state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
         reason = reason or _reason_to_refuse(state.modules(), args, kwargs, is_compiling)
         if not reason:
-            found = state.now(objects_in((args, kwargs)))
+            found = state.now()
             reason = found.reason_unknown()
             if not reason:
                 return found
@@ -113,13 +113,14 @@ def _reason_to_refuse(
     hidden = hidden_states_of(args, kwargs)
     if hidden is None or not has_storage(hidden):
         return "its first argument is no tensor, or a sparse or nested one"
-    may_keep = getattr(module, "_can_checkpoint_with_cache", False)
     for name, value in (*enumerate(args), *kwargs.items()):
         why = why_not_noted(value)
-        if why and not (may_keep and name in _CACHES):
+        if why:
             advice = "; call the model with use_cache=False to change that"
             return (
                 f"argument {name!r} looks like a cache (it has `update`) and {why}"
                 f"{advice if name in _CACHES else ''}"
             )
+    for given in objects_in((args, kwargs)):
+        return f"it is given an object, a {type(given).__name__}, which may change"
     return ""

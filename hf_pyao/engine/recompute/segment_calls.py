@@ -8,9 +8,8 @@ noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without 
 would hold the graph that holds it; backward goes through the graph of the first run, and asks the
 second for values alone, so that its gradients arrive all the same.
 
-Objects that are no plain containers (dataclasses, model outputs) are given again as they are. The
-guard looks into them as into the layer's attributes: see [Note: Guards] in ``rerun.guard``. What
-the second run finds in the layer is in [Note: State of modules] in ``rerun.module_state``.
+A layer that is given an object of a user's own, which may change, runs once. What the second run
+finds in the layer is in [Note: State of modules] in ``rerun.module_state``.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from hf_pyao.engine.recompute.inner_hooks import InnerHooks
 from hf_pyao.engine.recompute.kept_attention import GivenAttention, KernelCall
 from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, hold, is_known_cache
 from hf_pyao.engine.recompute.operations import Rules
-from hf_pyao.engine.rerun.first_run import FirstRun
 from hf_pyao.engine.rerun.generators import accelerators_in
 from hf_pyao.engine.rerun.guard import is_looked_into
 from hf_pyao.engine.rerun.module_state import StateOfCall
+from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
@@ -57,13 +56,11 @@ def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
         return stand_in(value)
     if is_known_cache(value):
         return NotedCache(value)
-    if _has_attributes(value):
-        return value
-    if isinstance(value, dict):
+    if type(value) is dict:
         return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
     if isinstance(value, UserDict):  # keys and values that layers share, in transformers
         return _with_data(value, noted(value.data, stand_in))
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple) or type(value) is list:
         return _like(value, [noted(item, stand_in) for item in value])
     return value
 
@@ -74,15 +71,6 @@ def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any,
     return other
 
 
-def _has_attributes(value: Any) -> bool:
-    """Say whether a container has attributes that hold more than a number or a text."""
-    attributes = getattr(value, "__dict__", None) if isinstance(value, dict | list) else None
-    return any(
-        not (each is None or isinstance(each, str | int | float))
-        for each in (attributes or {}).values()
-    )
-
-
 def objects_in(values: Any) -> list[object]:
     """Return the objects in *values* that may change, apart from tensors and plain containers."""
     found: list[object] = []
@@ -91,7 +79,7 @@ def objects_in(values: Any) -> list[object]:
         value = pending.pop()
         if isinstance(value, UserDict) or is_known_cache(value):
             continue
-        if isinstance(value, dict | list | tuple) and not _has_attributes(value):
+        if isinstance(value, tuple) or type(value) in (dict, list):
             pending.extend(value.values() if isinstance(value, dict) else value)
         elif is_looked_into(value):
             found.append(value)
@@ -101,19 +89,7 @@ def objects_in(values: Any) -> list[object]:
 def _like(value: Any, items: Any) -> Any:
     """Return *items* as a container of the kind of *value*."""
     kind = type(value)
-    if kind in (dict, list, tuple):
-        return kind(items)
-    if hasattr(value, "_fields"):
-        return kind(*items)
-    if isinstance(value, tuple):
-        return kind(items)
-    other = copy.copy(value)  # of a kind of its own: what it knows besides stays
-    if isinstance(value, dict):
-        for key, item in items.items():
-            dict.__setitem__(other, key, item)
-    else:
-        other[:] = items
-    return other
+    return kind(*items) if hasattr(value, "_fields") else kind(items)
 
 
 class RecordedCall:
@@ -145,7 +121,8 @@ class RecordedCall:
         self._args = args
         self._kwargs = kwargs
         self._inner_hooks = inner_hooks
-        self._first = FirstRun(state, devices)
+        self._state = state
+        self._surroundings = Surroundings(devices)
         self._attention: Sequence[KernelCall | None] = ()
         """What its kernels of attention returned, where that is kept."""
 
@@ -170,7 +147,7 @@ class RecordedCall:
         """
         for cache in self._caches():
             cache.forward_ended()
-        return self._first.reason_not_again()
+        return self._state.reason_not_again() or self._surroundings.reason_not_again()
 
     def run(
         self,
@@ -212,7 +189,8 @@ class RecordedCall:
 
         args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._first.put_back())
+            stack.enter_context(self._surroundings.put_back())
+            stack.enter_context(self._state.put_back())
             stack.enter_context(while_it_runs)
             if self._attention:
                 given = GivenAttention(rules, self._attention, give)

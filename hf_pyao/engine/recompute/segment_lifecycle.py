@@ -25,7 +25,6 @@ from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.segments import FINAL, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
-from hf_pyao.engine.rerun.generators import ExclusiveDraws
 from hf_pyao.engine.rerun.module_state import StateOfCall
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.runtime.model_hooks import ModelHook
@@ -59,8 +58,6 @@ class _Here(threading.local):
     """That of the layer that runs."""
     attention: SeenAttention | None = None
     """What sees its kernels of attention."""
-    draws: ExclusiveDraws | None = None
-    """What keeps other threads from drawing random numbers while the layer runs."""
     is_running_again = False
     """True while a segment runs again, whose modules are to call no hooks of ours."""
 
@@ -225,10 +222,7 @@ class SegmentLifecycle(Lifecycle):
         state: StateOfCall,
     ) -> None:
         call = None
-        draws = ExclusiveDraws()
         try:
-            self._here.draws = draws
-            draws.start()
             call = self.engine.forward_start(
                 layer,
                 is_last_run=self.running.count_run(layer),
@@ -269,7 +263,6 @@ class SegmentLifecycle(Lifecycle):
         if segment is None:
             super().leave(module, outputs, is_checkpointed=is_checkpointed)
             return
-        self._stop_draws()
         is_to_go_on = False
         try:
             if outputs is not None:
@@ -291,17 +284,11 @@ class SegmentLifecycle(Lifecycle):
         self._admission.refuse_late(module, self._layers[module], reason, is_final=reason in FINAL)
         return False
 
-    def _stop_draws(self) -> None:
-        draws, self._here.draws = self._here.draws, None
-        if draws is not None:
-            draws.stop()
-
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
         here = self._here
         here.entered = here.segment = None
         self._stop_attention()
-        self._stop_draws()
         super().leave_all()
 
     # ---- attention -----------------------------------------------------------------------------

@@ -57,7 +57,7 @@ from hf_pyao.engine.recompute.second_run import (
 from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
-from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
+from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
@@ -264,7 +264,6 @@ class Segment:
         self._filled.add(self)
         call = self._layer_calls[part.stop - 1]
         with (
-            exclusive_draws(),
             RandomState(self._devices).kept(),
             self._running(self.calls[part.start].name),
             torch.enable_grad(),

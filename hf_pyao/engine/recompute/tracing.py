@@ -36,7 +36,7 @@ from hf_pyao.engine.recompute.trace_values import (
     source_of,
     unreadable,
 )
-from hf_pyao.engine.rerun.generators import exclusive_draws, may_be_disturbed
+from hf_pyao.engine.rerun.generators import may_be_disturbed
 from hf_pyao.engine.rerun.settings import Settings, current_settings
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
@@ -156,11 +156,8 @@ class Trace(RemovableMode):
         if rule.is_mutable:
             self._keep_content(args[0])
         if rule.is_random:
-            with exclusive_draws():
-                self._note_state(operation, args, kwargs)
-                out = run(*args, **kwargs)
-        else:
-            out = run(*args, **kwargs)
+            self._note_state(operation, args, kwargs)
+        out = run(*args, **kwargs)
         self.operations.append(operation)
         if rule.is_mutable:
             self._bind(operation, 0, out, is_changed=True)

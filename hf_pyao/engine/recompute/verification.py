@@ -26,9 +26,8 @@ norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -285,31 +284,6 @@ class SecondRunCheck:
         return known
 
 
-class _Watched:
-    """Notes that a second run fails; a context around it."""
-
-    __slots__ = ("_check", "_layer")
-
-    def __init__(self, check: SecondRunCheck, layer: Wrong) -> None:
-        self._check = check
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Note an error, and let it pass."""
-        if isinstance(error, torch.OutOfMemoryError | FarEnoughError):
-            return
-        if isinstance(error, Exception):
-            self._check.note_failed(self._layer, error)
-
-
 class SecondRuns:
     """One way in which layers run again: which forwards are checked, and which runs have failed.
 
@@ -330,9 +304,16 @@ class SecondRuns:
         """Return second runs that nobody compares, as those of a recording."""
         return cls(SecondRunCheck("off"), kind)
 
-    def watch(self, layer: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def watch(self, layer: str) -> Iterator[None]:
         """Return a context for a second run of *layer*: see [Note: Second runs that fail]."""
-        return _Watched(self._check, Wrong(layer, self._kind))
+        try:
+            yield
+        except (torch.OutOfMemoryError, FarEnoughError):
+            raise
+        except Exception as error:
+            self._check.note_failed(Wrong(layer, self._kind), error)
+            raise
 
     @property
     def num_sampled(self) -> int:

@@ -12,30 +12,16 @@ which is freed at once, and the gradient that was set aside is put back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-
-class _Aside:
-    """A gradient that is put aside."""
-
-    def __init__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.gradient = gradient
-        self.placeholder = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(
-            gradient
-        )
-        self.is_back = False
-        self.is_touched = False
+from torch.utils.hooks import RemovableHandle
 
 
 class AddedOnce:
     """Puts gradients aside until the next backward comes to them; see [Note: Adding once].
-
-    Used as a context around the next try, whether that succeeds or not.
 
     Args:
         added: parameters, and the gradients to which backward has added.
@@ -43,66 +29,48 @@ class AddedOnce:
 
     def __init__(self, added: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         self._added = list(added)
-        self._aside: list[_Aside] = []
+        self._handles: list[RemovableHandle] = []
+        self._is_over = False
+        self.is_amiss = False
+        """True if a gradient was touched otherwise, or backward did not come to it; at the end."""
 
-    def __enter__(self) -> AddedOnce:
-        """Put the gradients aside."""
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Put them aside inside of this context; an interrupt is raised when they are back."""
         try:
             for parameter, gradient in self._added:
-                aside = _Aside(parameter, gradient)
-                self._aside.append(aside)
-                parameter.grad = aside.placeholder
-                before, after = functools.partial(_before, aside), functools.partial(_after, aside)
-                parameter.register_hook(before)  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-            return self
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        """Put back what has not come back; an interrupt is raised when that is done."""
-        try:
-            self._put_back()
-        except BaseException:
-            self._put_back()
-            raise
-        self._added.clear()
+                placeholder = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+                parameter.grad = placeholder = placeholder.expand_as(gradient)
+                before = functools.partial(self._before, parameter, placeholder, gradient)
+                after = functools.partial(self._after, gradient)
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            try:
+                self._put_back()
+            finally:  # once more: it may have been interrupted
+                self._put_back()
 
     def _put_back(self) -> None:
-        """Do so; it may be called again, where it was interrupted."""
-        for aside in self._aside:
-            _take_off(aside)
-            if not aside.is_back:
-                aside.is_touched |= _is_touched(aside)
-                aside.parameter.grad = aside.gradient
+        self._is_over = True
+        for handle in self._handles:
+            handle.remove()
+        for parameter, gradient in self._added:
+            self.is_amiss |= parameter.grad is not gradient
+            parameter.grad = gradient
 
-    @property
-    def is_amiss(self) -> bool:
-        """True if a gradient was touched otherwise, or backward did not come to it; at the end."""
-        return any(aside.is_touched or not aside.is_back for aside in self._aside)
+    def _before(
+        self,
+        parameter: nn.Parameter,
+        placeholder: torch.Tensor,
+        gradient: torch.Tensor,
+        _: torch.Tensor,
+    ) -> None:
+        if parameter.grad is not gradient and not self._is_over:
+            self.is_amiss |= parameter.grad is not placeholder or bool(placeholder._version)
+            parameter.grad = None
 
-
-def _take_off(aside: _Aside) -> None:
-    """Remove the hooks of *aside*: by what they are, as an interrupt may come before a handle."""
-    parameter: Any = aside.parameter
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        for key, hook in list((hooks or {}).items()):
-            if isinstance(hook, functools.partial) and hook.args[:1] and hook.args[0] is aside:
-                del hooks[key]
-
-
-def _is_touched(aside: _Aside) -> bool:
-    return aside.parameter.grad is not aside.placeholder or bool(aside.placeholder._version)
-
-
-def _before(aside: _Aside, _: torch.Tensor) -> None:
-    if not aside.is_back:
-        aside.is_touched |= _is_touched(aside)
-        aside.parameter.grad = None
-
-
-def _after(aside: _Aside, _: torch.Tensor) -> None:
-    if not aside.is_back:
-        aside.parameter.grad = aside.gradient
-        aside.is_back = True
+    def _after(self, gradient: torch.Tensor, parameter: nn.Parameter) -> None:
+        if not self._is_over:
+            parameter.grad = gradient

@@ -3,16 +3,13 @@
 [Note: Shared generators]
 All threads draw from the same default generators. A second run sets their state, draws, and sets
 the state back. If another thread draws in between, or between the note of a state and the draw in
-forward, the second run draws other numbers than forward did. Two things prevent that. Attached
-models keep each other out: :func:`exclusive_draws` is held during a layer call that notes a state,
-during a second run, and around a single operation that is recorded with its state. And where other
-threads may draw that know nothing of this (:func:`may_be_disturbed`), what draws runs only once.
+forward, the second run draws other numbers than forward did. Therefore what draws runs only once
+where other threads may draw (:func:`may_be_disturbed`), those of a second attached model, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import pickle
 import random
 import sys
@@ -23,9 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-_DRAWS = threading.RLock()
-_MOST_WAIT_S = 60.0
 
 
 def may_be_disturbed() -> bool:
@@ -45,55 +39,6 @@ def may_be_disturbed() -> bool:
 def _is_of_torch() -> bool:
     """Say whether the calling thread is one on which torch runs backward."""
     return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-class ExclusiveDraws:
-    """Holds the default generators of the process for the calling thread, from `start` to `stop`.
-
-    It may be used in a ``with`` statement. ``stop`` may be called again, also by the code that
-    cleans up after an interrupt. Wherever an interrupt comes, the thread holds them no longer once
-    this object is let go.
-    """
-
-    _is_outermost = False  # of the class, so that `__del__` finds it wherever an interrupt came
-
-    def start(self) -> None:
-        """Wait for the other threads that hold them.
-
-        The wait is bounded: a thread may wait for this one while it holds them (a backward that is
-        run inside of a layer's forward, on torch's thread of the device).
-        """
-        if not _is_held_here():
-            # First: if an interrupt comes as the lock was just acquired, `stop` releases it.
-            self._is_outermost = True
-            _DRAWS.acquire(timeout=_MOST_WAIT_S)
-
-    def stop(self) -> None:
-        """Let other threads draw, unless this thread held them before `start`."""
-        if self._is_outermost:
-            if _is_held_here():
-                _DRAWS.release()
-            self._is_outermost = False
-
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def __del__(self) -> None:
-        """Stop where an interrupt came before `__exit__` was called."""
-        self.stop()
-
-
-def _is_held_here() -> bool:
-    """Say whether the calling thread holds the generators."""
-    return bool(_DRAWS._is_owned())  # type: ignore[attr-defined]  # as threading.Condition does
-
-
-def exclusive_draws() -> ExclusiveDraws:
-    """Hold the default generators for the calling thread, in a ``with`` statement."""
-    return ExclusiveDraws()
 
 
 def accelerators_in(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
@@ -141,7 +86,7 @@ class RandomState:
             torch.equal(self._torch, other._torch)
             and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._devices, other._devices))  # noqa: B905
             and self._python == other._python
-            and same_state(self._numpy, other._numpy)
+            and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
         )
 
     @contextlib.contextmanager
@@ -177,11 +122,6 @@ class RandomStates:
         if self._states and self._states[0].is_equal(self._states[-1]):
             self._states = []
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything was drawn."""
-        return bool(self._states)
-
     def set(self, index: int) -> None:
         """Make the state what it was before call *index*."""
         if self._states:
@@ -195,37 +135,6 @@ class RandomStates:
             return
         with self._states[0].now().kept():
             yield
-
-
-def state_of(generator: Any) -> Any:
-    """Return where *generator*, of torch, Python or numpy, is."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return copy.deepcopy(_bits_of(generator).state)
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Put *generator* to where :func:`state_of` has found it."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        _bits_of(generator).state = state
-
-
-def same_state(left: Any, right: Any) -> bool:
-    """Compare two states of a generator."""
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    return pickle.dumps(left) == pickle.dumps(right)
-
-
-def _bits_of(generator: Any) -> Any:
-    """Return what numpy's *generator*, of either kind, draws from."""
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def _numpy_random() -> Any:

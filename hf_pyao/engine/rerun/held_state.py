@@ -1,24 +1,17 @@
 """What modules hold, to be put back for good: for a micro-batch that runs again, and for a proof.
 
-Put back are attributes, the tables of parameters, buffers and sub-modules, training flags of
-parameters, and generators of random numbers that attributes hold. What containers, objects and
-arrays hold is compared; so are hooks.
+Put back are attributes, the tables of buffers, and training flags of parameters. What containers,
+objects and arrays hold is compared; so are hooks, and which sub-modules and parameters there are.
+Generators of random numbers and iterators in attributes cannot be put back.
 """
 
 from __future__ import annotations
 
-import operator
-from itertools import chain
-
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_pyao.engine.rerun.generators import same_state, set_state, state_of
-from hf_pyao.engine.rerun.guard import are_ours, change, have_same, is_generator, items_in
+from hf_pyao.engine.rerun.guard import are_ours, change, have_same, look_at
 from hf_pyao.engine.rerun.module_state import ModuleState, fill, tensors_in, train
-
-_TABLES = operator.itemgetter("_parameters", "_buffers", "_modules")
-_IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class HeldState:
@@ -27,25 +20,26 @@ class HeldState:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self._modules = state.modules()
-        self._look = look = state.guard.look(self._modules)
-        self._tables = list(map(dict.copy, chain.from_iterable(map(_TABLES, look.attributes))))
-        self.parameters: list[Parameter] = list(dict.fromkeys(tensors_in(self._tables[::3])))
+        self._look = look = look_at(map(vars, self._modules))
+        self._buffers = [{**each["_buffers"]} for each in look.attributes]
+        parameters = tensors_in(each["_parameters"] for each in look.attributes)
+        self.parameters: list[Parameter] = list(dict.fromkeys(parameters))
         """Those that there were, each once."""
-        self._are_trained = list(map(_IS_TRAINED, self.parameters))
-        self.tensors: list[Tensor] = [*tensors_in(self._tables[1::3]), *look.tensors]
+        self._are_trained = [each.requires_grad for each in self.parameters]
+        self.tensors: list[Tensor] = [*tensors_in(self._buffers), *look.tensors]
         """Buffers, and tensors that attributes hold."""
-        held = (*chain.from_iterable(map(dict.values, look.attributes)), *look.items)
-        generators = {id(each): each for each in held if is_generator(type(each))}
-        self._generators = [(each, state_of(each)) for each in generators.values()]
 
     def reason_not_undone(self) -> str:
         """Return why :meth:`undo` cannot bring all of it back, or an empty string."""
+        if self._look.unsteady:
+            return self.reason_unsteady()
         before = self._look._replace(tensors=[], versions=[])  # these are put back
-        items, sizes = items_in(before.holders, [])
-        now = self._state.guard.look(self._modules)
-        as_was = before._replace(items=items, sizes=sizes, arrays=now.arrays, hooks=now.hooks)
-        changed = change(before, as_was)
+        changed = change(before, look_at(before.attributes), self._state.names)
         return changed and f"it changes {changed}, which cannot be undone"
+
+    def reason_unsteady(self) -> str:
+        """Say why nothing may run again that holds this, whatever it does; or return nothing."""
+        return self._look.reason_unsteady(self._state.names)
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of one of :attr:`tensors`, for messages."""
@@ -57,30 +51,23 @@ class HeldState:
 
     def first_change(self) -> str:
         """Name what is not as it was, or return an empty string."""
-        tables = list(chain.from_iterable(map(_TABLES, map(vars, self._modules))))
-        if not have_same(self._tables[1::3], tables[1::3]):
+        if not have_same(self._buffers, [module._buffers for module in self._modules]):
             return "a buffer"
-        return change(self._look, self._state.guard.look(self._modules), self._state.names)
-
-    def drew(self) -> bool:
-        """Say whether a generator that an attribute holds has given numbers since."""
-        return not all(same_state(state_of(each), then) for each, then in self._generators)
+        now = look_at(map(vars, self._modules))
+        return change(self._look, now, self._state.names)
 
     def undo(self) -> None:
-        """Put it back, but for what this package has put on modules since, and what engines have.
+        """Put it back, but for what this package has put on modules since.
 
         What :meth:`reason_not_undone` tells of is left as it is.
         """
-        for generator, then in self._generators:
-            set_state(generator, then)
         train(self.parameters, self._are_trained)
         for module, attributes in zip(self._modules, self._look.attributes, strict=True):
             held = vars(module)
-            added = [key for key in held if key not in attributes]
-            for key in [key for key in added if not are_ours(key, held[key])]:
-                del held[key]
+            for key in [key for key in held if key not in attributes]:
+                if not are_ours(key, held[key]):
+                    del held[key]
             for key, old in attributes.items():
-                new = held.get(key)
-                if new is not old and not are_ours(key, old, new):
+                if not are_ours(key, old, held.get(key)):
                     held[key] = old
-        fill(list(chain.from_iterable(map(_TABLES, map(vars, self._modules)))), self._tables)
+        fill([module._buffers for module in self._modules], self._buffers)

@@ -8,21 +8,21 @@ at its end.
 - A gradient that was not changed stays. If another tensor has replaced it, it is put back.
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
-- Attributes of modules, buffers, and generators that attributes hold are put back (``held_state``).
-  Where a container, an object, an array or hooks have changed, the micro-batch cannot be undone.
+- Attributes of modules and buffers are put back (``held_state``). Where a container, an object, an
+  array or hooks have changed, or an attribute holds a generator, the micro-batch cannot be undone.
 - Buffers and tensors in attributes, up to 1 MiB each, are copied before each micro-batch, and put
   back. A larger one that was written cannot be put back.
 - The default random generators are put back.
 - A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
-  can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
-  gradients away, or step by them; if there are any, no backward can be undone.
+  can be undone. Versions show it. Hooks on parameters, and those of modules that run in backward,
+  may take gradients away, or step by them; if there are any, no backward can be undone.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,9 +30,8 @@ from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.held_state import HeldState
-from hf_pyao.engine.rerun.module_state import MOST_BUFFER_BYTES, ModuleState
+from hf_pyao.engine.rerun.module_state import ModuleState, is_small
 from hf_pyao.engine.rerun.versions import version_of, versions_of
-from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
@@ -47,7 +46,6 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.state = ModuleState([model], "the model")
-        self.samples = WeightSamples()
         self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
@@ -65,12 +63,18 @@ class MicroBatchState:
         self._tensors = tensors
         self._random = RandomState(tensors.devices)
         self._held = HeldState(tensors.state)
-        self._copies = [(each, version_of(each), _copied(each)) for each in self._held.tensors]
+        self._copies = [
+            (each, version_of(each), each.detach().clone() if is_small(each) else None)
+            for each in self._held.tensors
+        ]
         self._all_parameters = self._held.parameters
         self._versions = versions_of(self._all_parameters)
         self._parameters = [each for each in self._all_parameters if each.is_leaf]
-        self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
-        self._samples = tensors.samples.take(self._parameters)
+        # Weakly: a gradient that is deleted meanwhile frees its memory.
+        self._gradients = [
+            None if each.grad is None else (weakref.ref(each.grad), each.grad._version)
+            for each in self._parameters
+        ]
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters to whose gradients backward has added, and those; known by
         :meth:`reason_not_undone`."""
@@ -101,35 +105,25 @@ class MicroBatchState:
         self.added.clear()
         if versions_of(self._all_parameters) != self._versions:
             return "parameters were changed in it, as by an optimizer that steps in backward"
-        for parameter, gradient, gradient_version in zip(
-            self._parameters, self._gradients, self._gradient_versions, strict=True
-        ):
-            if after_backward and _has_hooks(parameter):
+        for parameter, noted in zip(self._parameters, self._gradients, strict=True):
+            if after_backward and has_hooks(parameter):
                 return "hooks on parameters take up the gradients as they come"
-            reason = self._look_at_gradient(
-                parameter, gradient, gradient_version, in_backward=in_backward
-            )
+            reason = self._look_at_gradient(parameter, noted, in_backward=in_backward)
             if reason:
                 return reason
+        if after_backward and any(map(has_hooks, self._tensors.state.modules())):
+            return "hooks on modules run in backward, and may step an optimizer"
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        return self._reason_of_tensors() or self._held.reason_not_undone()
-
-    def _reason_of_tensors(self) -> str:
         for tensor, version, copy in self._copies:
             if copy is None and version_of(tensor) != version:
                 return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
-        return ""
-
-    def have_weights_changed(self) -> bool:
-        """Say whether weights have changed without a version telling. It waits for the device."""
-        return self._tensors.samples.have_changed(self._parameters, self._samples)
+        return self._held.reason_not_undone()
 
     def _look_at_gradient(
         self,
         parameter: nn.Parameter,
-        noted: weakref.ref[torch.Tensor] | None,
-        version: int,
+        noted: tuple[weakref.ref[torch.Tensor], int] | None,
         *,
         in_backward: bool,
     ) -> str:
@@ -137,7 +131,7 @@ class MicroBatchState:
         if noted is None:
             self.has_written |= gradient is not None
             return ""
-        before = noted()
+        before, version = noted[0](), noted[1]
         if before is None:
             return "it let go of gradients that were there before, as zero_grad() does"
         if before._version == version:
@@ -164,7 +158,7 @@ class MicroBatchState:
     def undo(self) -> None:
         """Put back gradients, the state of modules and random numbers, as far as possible."""
         for parameter, noted in zip(self._parameters, self._gradients, strict=True):
-            before = None if noted is None else noted()
+            before = None if noted is None else noted[0]()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
         self._held.undo()
@@ -175,26 +169,7 @@ class MicroBatchState:
         self._random.restore()
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of *tensor*, if it is small and has bytes."""
-    if not has_storage(tensor) or tensor.is_meta or tensor.nbytes > MOST_BUFFER_BYTES:
-        return None
-    return tensor.detach().clone()
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(hooks)
-
-
-def _note(
-    gradients: list[torch.Tensor | None],
-) -> tuple[Sequence[weakref.ref[torch.Tensor] | None], Sequence[int]]:
-    """Return weak references on *gradients*, and their versions.
-
-    The references are weak: a gradient that is deleted meanwhile frees its memory.
-    """
-    return (
-        [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
-        [0 if gradient is None else gradient._version for gradient in gradients],
-    )
+def has_hooks(of: nn.Parameter | nn.Module) -> bool:
+    """Say whether a parameter or module has hooks that run in backward."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
+    return any(getattr(of, name, None) for name in names)

@@ -15,19 +15,13 @@ from typing import Any
 import torch
 from torch import nn, overrides
 from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
 
 from hf_pyao.errors import RecomputationError
 
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
-GLOBAL_HOOKS = tuple(
-    f"_global_{name}"
-    for name in (
-        *("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"),
-        *("forward_hooks_with_kwargs", "forward_hooks_always_called"),
-    )
-    if hasattr(nn.modules.module, f"_global_{name}")
+_GLOBAL_HOOKS = tuple(
+    f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
 """Names of torch's tables of hooks on all modules."""
 
@@ -67,7 +61,7 @@ def _reason_of(kind: str, modes: list[Any]) -> str:
 
 def _reason_of_hooks() -> str:
     tables = vars(nn.modules.module)
-    for name in GLOBAL_HOOKS[:4]:
+    for name in _GLOBAL_HOOKS:
         for hook in tables[name].values():
             if not _is_harmless(getattr(hook, "__func__", hook)):
                 called = getattr(hook, "__qualname__", type(hook).__name__)
@@ -77,16 +71,6 @@ def _reason_of_hooks() -> str:
 
 def _is_harmless(defined: Any) -> bool:
     return str(getattr(defined, "__module__", "")).startswith(_HARMLESS)
-
-
-def default_device() -> torch.device | None:
-    """Return the device on which the calling thread makes tensors; None if none was set."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    for mode in reversed(_function_modes()):
-        if isinstance(mode, DeviceContext):
-            return torch.device(mode.device)
-    return None
 
 
 def refuse_under(reason: str) -> None:
@@ -105,16 +89,6 @@ def refuse_under(reason: str) -> None:
             "recompute_modules. (A mode that only watches may say so: `only_watches = True`.)",
             key="recompute-differs",
         )
-
-
-@contextlib.contextmanager
-def made_on(device: torch.device | None) -> Iterator[None]:
-    """Have tensors made on *device*, :func:`default_device` in forward, inside of this context."""
-    if default_device() == device:
-        yield
-        return
-    with torch.device(device or "cpu"):
-        yield
 
 
 @contextlib.contextmanager

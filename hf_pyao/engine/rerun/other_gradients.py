@@ -3,13 +3,14 @@
 [Note: Counting backwards]
 Torch numbers backward passes, in all threads together. The engine knows the number of the newest
 one that came to its layers. A tiny backward, run now, shows how many there have been since. If
-there was none, or only the one that failed, its graph shows what it could write. Only if there were
-others, every tensor that has a gradient may have been written.
+there was none, or only the one that failed, its graph shows what it could write. Else every tensor
+that has a gradient may have been written.
 """
 
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -28,50 +29,32 @@ def newest_backward() -> int:
     return seen[0]
 
 
-def find_other(
-    known: set[int], num_backwards: int, traceback: TracebackType | None, *, in_backward: bool
-) -> torch.Tensor | None:
+def find_other(known: set[int], failed: TracebackType | None) -> torch.Tensor | None:
     """Return a tensor that has a gradient which the micro-batch may have written; None if none has.
 
     Args:
         known: ids of the tensors whose gradients are known.
-        num_backwards: backward passes since the micro-batch began.
-        traceback: of its failure.
-        in_backward: whether it failed in one of them.
+        failed: traceback of the only backward pass since the micro-batch began, which has failed;
+            None: there were others.
     """
-    if num_backwards <= 0:
-        return None
-    if num_backwards == 1 and in_backward:
-        suspects = _leaves_of_failed(traceback)
-    else:
-        suspects = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    for tensor in suspects:
-        if (
-            tensor.requires_grad
-            and tensor.is_leaf
-            and id(tensor) not in known
-            and tensor.grad is not None
-        ):
-            return tensor
+    for each in gc.get_objects() if failed is None else _leaves_of(failed):
+        if issubclass(type(each), torch.Tensor) and each.is_leaf and id(each) not in known:
+            if each.requires_grad and each.grad is not None:
+                return each
     return None
 
 
-def _leaves_of_failed(traceback: TracebackType | None) -> Iterator[torch.Tensor]:
-    """Yield the leaves of the graphs that *traceback* ran backward."""
+def _leaves_of(failed: TracebackType) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the graph that ran backward in the frames of *failed*."""
     pending: list[Any] = []
-    while traceback is not None:
-        frame = traceback.tb_frame
+    for frame, _ in traceback.walk_tb(failed):
         if frame.f_code.co_name == "_engine_run_backward":
-            for root in frame.f_locals.get("t_outputs", ()):
-                pending.append(root.grad_fn if isinstance(root, torch.Tensor) else root.node)
-        traceback = traceback.tb_next
-    seen = set()
+            pending += [getattr(root, "grad_fn", None) for root in frame.f_locals["t_outputs"]]
+    seen = {None}
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield variable
-        pending += [following for following, _ in node.next_functions]
+        if node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable

@@ -60,37 +60,35 @@ def _set_matmul_precision(value: str | None) -> None:
         torch._C._set_float32_matmul_precision(value)
 
 
-def _set_parts(setter: Callable[..., object], value: Any) -> None:
+def _set_parts(setter: str, value: Any) -> None:
     """Set what older releases of torch have as one value, and newer ones as several."""
-    setter(*value) if isinstance(value, tuple) else setter(value)
+    getattr(torch._C, setter)(*(value if isinstance(value, tuple) else (value,)))
 
 
-def _of_torch(*names: str) -> list[Setting]:
-    """Return the settings of these names that this release of torch has."""
-    found = []
-    for name in names:
-        get = getattr(torch._C, f"_get_{name}", None)
-        put = getattr(torch._C, f"_set_{name}", None)
-        if get is not None and put is not None:
-            found.append((get, put))
-    return found
+def _of_torch(*names: tuple[str, str]) -> list[Setting]:
+    """Return the settings that this release of torch has, by names of how it asks and sets."""
+    return [
+        (getattr(torch._C, f"_get_{get}"), functools.partial(_set_parts, f"_set_{put}"))
+        for get, put in names
+        if hasattr(torch._C, f"_get_{get}")
+    ]
 
 
+_SAME_NAMES = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"),
+    *("mkldnn_deterministic", "cublas_allow_fp16_accumulation"),
+    *("cublas_allow_fp16_reduced_precision_reduction",),
+    *("cublas_allow_bf16_reduced_precision_reduction",),
+)
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 _SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
     (torch.get_num_threads, torch.set_num_threads),
     (_matmul_precision, _set_matmul_precision),
-    *_of_torch("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
-    *_of_torch("mkldnn_enabled", "mkldnn_deterministic", "cublas_allow_fp16_accumulation"),
-    (
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        functools.partial(_set_parts, torch._C._set_cublas_allow_fp16_reduced_precision_reduction),
-    ),
-    (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        functools.partial(_set_parts, torch._C._set_cublas_allow_bf16_reduced_precision_reduction),
-    ),
+    *_of_torch(*((name, name) for name in _SAME_NAMES)),
+    # Which kernels of attention are allowed.
+    *_of_torch(*((f"{name}_sdp_enabled", f"sdp_use_{name}") for name in _KERNELS)),
 )
 
 

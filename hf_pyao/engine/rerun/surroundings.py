@@ -1,6 +1,6 @@
 """Notes what an operation's result depends on beside its inputs, and puts it back for a second run.
 
-Autocast, settings of torch, which attention kernels are allowed, the default device, random states.
+Autocast, settings of torch, the default device, random states.
 Modes and hooks on all modules are not put back: see ``modes``.
 """
 
@@ -8,63 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in, may_be_disturbed
-from hf_pyao.engine.rerun.modes import default_device, made_on, reason_of_modes, refuse_under
+from hf_pyao.engine.rerun.modes import reason_of_modes, refuse_under
 from hf_pyao.engine.rerun.settings import apply_settings, current_settings
 
-_KERNELS = tuple(
-    (getattr(torch._C, get), getattr(torch._C, put))
-    for get, put in (
-        ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-        ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-        ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-        ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-        ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    )
-    if hasattr(torch._C, get)
-)
-"""How torch is asked whether a kernel of attention is allowed, and told."""
-
-
-class Autocast:
-    """The state of autocast when this is made.
-
-    Args:
-        types: of the devices that count.
-    """
-
-    def __init__(self, types: Iterable[str]) -> None:
-        self._types = tuple(dict.fromkeys(types))
-        self._states = self._now()
-        self.is_on = any(is_enabled for _, is_enabled, _, _ in self._states)
-        """Whether it is on for any of them."""
-
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put the state back inside of this context."""
-        with contextlib.ExitStack() as stack:
-            for each, now in zip(self._states, self._now(), strict=True):
-                if each != now:
-                    kind, is_enabled, dtype, is_caching = each
-                    stack.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=is_enabled, cache_enabled=is_caching
-                        )
-                    )
-            yield
-
-    def _now(self) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
-        is_caching = torch.is_autocast_cache_enabled()
-        return tuple(
-            [
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), is_caching)
-                for kind in self._types
-            ]
-        )
+Autocast = tuple[str, bool, torch.dtype, bool]
+"""Of a type of devices whether it is on, its dtype, and whether casts are kept."""
 
 
 class Surroundings:
@@ -77,10 +29,11 @@ class Surroundings:
 
     def __init__(self, devices: Iterable[torch.device], *, with_random: bool = True) -> None:
         devices = accelerators_in(devices)
-        self.autocast = Autocast(("cpu", *(device.type for device in devices)))
+        self._autocast = _autocast_of(("cpu", *dict.fromkeys(device.type for device in devices)))
+        self.is_cast = any(is_on for _, is_on, _, _ in self._autocast)
+        """Whether autocast is on for any of them."""
         self._settings = current_settings()
-        self._kernels = _kernels_now()
-        self._device = default_device()
+        self._device = torch.get_default_device()
         self._random = RandomState(devices) if with_random else None
 
     def reason_not_again(self) -> str:
@@ -97,25 +50,24 @@ class Surroundings:
         Raises:
             RecomputationError: a mode of another package is on.
         """
-        settings, kernels = current_settings(), _kernels_now()
+        settings = current_settings()
         refuse_under(reason_of_modes())
-        with made_on(self._device), self.autocast.put_back():
+        with contextlib.ExitStack() as stack:
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            now = _autocast_of(each[0] for each in self._autocast)
+            for kind, is_on, dtype, keeps in (each for each in self._autocast if each not in now):
+                autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=keeps)
+                stack.enter_context(autocast)
             try:
                 apply_settings(settings, self._settings)
-                _allow_kernels(kernels, self._kernels)
                 if self._random is not None:
                     self._random.restore()
                 yield
             finally:
-                _allow_kernels(_kernels_now(), kernels)
                 apply_settings(current_settings(), settings)
 
 
-def _kernels_now() -> tuple[Any, ...]:
-    return tuple([get() for get, _ in _KERNELS])
-
-
-def _allow_kernels(now: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    for (_, put), before, after in zip(_KERNELS, now, wanted, strict=True):
-        if before != after:
-            put(after)
+def _autocast_of(kinds: Iterable[str]) -> list[Autocast]:
+    keeps = torch.is_autocast_cache_enabled()
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), keeps) for k in kinds]

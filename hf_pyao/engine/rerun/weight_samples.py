@@ -2,13 +2,11 @@
 
 An optimizer that steps inside of backward, and writes through ``.data`` or by a fused kernel,
 changes no version. It changes nearly all elements of the weights that it steps, so a few elements
-show it. Taking a sample runs one kernel for each dtype and device, and waits for nothing. Comparing
-waits for the device.
+show it.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +17,6 @@ from hf_pyao.engine.transfer.layout import has_storage
 
 _NUM_ELEMENTS = 64
 """Sampled of each weight, evenly spread."""
-_ADDRESS = operator.methodcaller("data_ptr")
-
 _PLAIN = frozenset({Tensor, Parameter})
 
 
@@ -32,17 +28,18 @@ class WeightSamples:
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
-        self._views: list[list[Tensor]] = []
+        self._views: list[Tensor] = []
 
     def take(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return elements of *parameters*, as they are now; empty if there is no room for them."""
         try:
-            plain = [each for each in parameters if type(each) in _PLAIN and not each.is_meta]
-            addresses = list(map(_ADDRESS, plain))
+            plain = [each for each in parameters if type(each) in _PLAIN and has_storage(each)]
+            addresses = [each.data_ptr() for each in plain]
             if addresses != self._addresses:
-                self._addresses, self._views = addresses, _views_of(plain)
+                self._addresses = addresses
+                self._views = [_view_of(each) for each in plain if _fills_its_bytes(each)]
             with torch.no_grad():
-                return [torch.cat(views) for views in self._views]
+                return [view.clone() for view in self._views]
         except (RuntimeError, NotImplementedError):  # no memory, or weights without bytes
             self._addresses, self._views = [], []
             return []
@@ -62,15 +59,9 @@ def _fills_its_bytes(tensor: Tensor) -> bool:
     """Say whether the elements lie side by side, in whatever order."""
     sizes, strides = tensor.size(), tensor.stride()
     span = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    return span == tensor.numel()
+    return span == tensor.numel() > 0
 
 
-def _views_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in parameters:
-        if not has_storage(each) or not each.numel() or not _fills_its_bytes(each):
-            continue
-        step = max(1, each.numel() // _NUM_ELEMENTS)
-        view = each.detach().as_strided((each.numel(),), (1,))[::step]
-        kinds.setdefault((each.device, each.dtype), []).append(view)
-    return list(kinds.values())
+def _view_of(parameter: Tensor) -> Tensor:
+    step = max(1, parameter.numel() // _NUM_ELEMENTS)
+    return parameter.detach().as_strided((parameter.numel(),), (1,))[::step]

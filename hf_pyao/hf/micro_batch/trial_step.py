@@ -18,7 +18,7 @@ from torch import nn
 from hf_pyao.attachment import attach
 from hf_pyao.auto.recording.model_copy import loss_of
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors, has_hooks
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.fake_cuda.quiet import quiet
 
@@ -119,11 +119,10 @@ def check_undoable(model: nn.Module) -> None:
             cannot be put back.
     """
     for name, parameter in model.named_parameters():
-        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks:
+        if has_hooks(parameter):
             raise _cannot_try(f"{name!r} has a hook on its gradient")
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_hooks(module):
             raise _cannot_try(f"module {name!r} has a hook that runs in backward")
     if unknown := ModelTensors(model).state.now().reason_unknown():
         raise _cannot_try(unknown)
@@ -152,7 +151,5 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             reason = state.reason_not_undone(after_backward=True, in_backward=False)
             state.undo()
-    if state.have_weights_changed():
-        reason = "weights were changed in backward"
     if reason:
         raise _cannot_try(reason)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from hf_pyao.engine.recompute.verification import ForwardCheck
-from hf_pyao.engine.rerun.first_run import FirstRun
-from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
+from hf_pyao.engine.rerun.generators import RandomStates
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
+from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, SeenEnding
@@ -133,14 +133,14 @@ class _RunTiles(torch.autograd.Function):
         inputs = tensors[:num_inputs]
         ctx.set_materialize_grads(False)
         ctx.saved, ctx.call, ctx.versions = saved, call, versions
-        ctx.first = FirstRun(call.state(), [inputs[0].device], with_random=False)
+        ctx.state = call.state()
+        ctx.surroundings = Surroundings([inputs[0].device], with_random=False)
         ctx.states = RandomStates(inputs[0])
         ctx.noted = []
         try:
-            with exclusive_draws():
-                return _run_forward(call, ctx.states, inputs, ctx.noted)
+            return _run_forward(call, ctx.states, inputs, ctx.noted)
         finally:
-            if ctx.first.is_cast:
+            if ctx.surroundings.is_cast:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
                 torch.clear_autocast_cache()
 
@@ -173,7 +173,7 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
     call: TiledCall = ctx.call
-    with exclusive_draws(), ctx.states.kept(), ctx.first.put_back():
+    with ctx.states.kept(), ctx.surroundings.put_back(), ctx.state.put_back():
         weights = list(call.weights())
         if versions_of(weights) != ctx.versions:
             raise SavedTensorModifiedError(

@@ -262,7 +262,9 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
         as_run = HeldState(state)
         yield fake_mode
         changed = as_run.first_change()
-        has_drawn = before.drew() or not random.is_equal(random.now())
+        has_drawn = not random.is_equal(random.now())
+    if unsteady := before.reason_unsteady():
+        raise NotTokenWise(unsteady)
     if changed:
         raise NotTokenWise(f"it changes its attribute {changed}, which is a state")
     if has_drawn:

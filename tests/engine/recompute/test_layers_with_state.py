@@ -251,8 +251,8 @@ class Counted:
 
 OUTCOMES: dict[str, tuple[Forward, ...]] = {
     "again": (
-        *(batch_norm, average_anew, buffer_registered_late, auxiliary_loss, weight_norm),
-        *(old_weight_norm, dropout, depth_by_python, depth_by_numpy, trains_in_turn),
+        *(batch_norm, average_anew, buffer_registered_late, weight_norm),
+        *(dropout, depth_by_python, depth_by_numpy, trains_in_turn),
     ),
     "again from the second call on": (
         *(average_in_place, average_kept_only, largest_kept_only, step_in_buffer, router_bias),
@@ -263,6 +263,7 @@ OUTCOMES: dict[str, tuple[Forward, ...]] = {
         *(large_buffer, warm_up, counts_only, warm_up_late, warm_up_in_list, warm_up_in_object),
         *(counts_in_dict_of_lists, counts_in_array, hidden_state, last_keys, own_generator),
         *(own_branches, iterator, features_in_list, workspace, hook_on_weight),
+        *(auxiliary_loss, old_weight_norm),
     ),
     "named": (counts_in_global, counts_in_closure, counts_in_class),
 }

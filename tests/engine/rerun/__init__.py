@@ -1,1 +1,0 @@
-"""What any code that runs twice must find unchanged."""
