@@ -40,7 +40,6 @@ FOREIGN = {
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
     ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",
     ("tools/advise/script_watch.py", "EnoughSeen"): "ends the script that is looked at",
-    ("tools/bench/board_peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/methods.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/worker.py", "SearchFailed"): "a row of the result",

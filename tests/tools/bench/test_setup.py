@@ -251,7 +251,7 @@ def test_help_teaches_models_methods_and_examples() -> None:
         "llama:SIZE",
         "tiny",
         "pyao-window",
-        "transformer-engine",
+        "trl-no-streams",
         "prog --model opt:1.3b",
     ):
         assert part in text, part
