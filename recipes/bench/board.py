@@ -28,7 +28,7 @@ from bench.board_peers import PEERS
 from bench.board_report import BoardEntry, BoardReport, board_view, rows_of
 from hf_pyao.errors import PyAOError
 from hf_pyao.plan.documents.bench import FAILED, OK, REFERENCE
-from hf_pyao.plan.documents.provenance import Provenance, collect_provenance
+from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.schema import to_plain, write_json
 from hf_pyao.text import one_line, say
 from hf_pyao.tools.bench.arguments import default_output, epilog, work_of
@@ -80,11 +80,10 @@ def run_board(
     methods: Sequence[str],
     *,
     micro_batch: int,
-    num_rounds: int = 3,
+    num_rounds: int,
     output: Path | None = None,
     timeout_s: float = 600.0,
     progress: Progress = silent,
-    provenance: Provenance | None = None,
 ) -> BoardReport:
     """Measure each of *methods* once in each round and return the report.
 
@@ -100,14 +99,12 @@ def run_board(
         output: where the report is written, anew after each entry; None: nowhere.
         timeout_s: most time for an entry.
         progress: told of each entry.
-        provenance: where the figures come from; None: this process's command line.
 
     Raises:
         ConfigError: a method is unknown, or the device or the model cannot be had.
         ReportError: *output* cannot be written.
     """
-    names = list(dict.fromkeys([REFERENCE, *methods]))
-    harness_names = {name: harness_name(name) for name in names}
+    harness_names = {name: harness_name(name) for name in (REFERENCE, *methods)}
     device, link, _ = probe(setup.device, with_speeds=True)
     progress(describe_machine(device, link))
     entries: list[BoardEntry] = []
@@ -116,11 +113,11 @@ def run_board(
         setup={**to_plain(setup), "micro_batch": micro_batch, "num_rounds": num_rounds},
         device=device,
         link=link,
-        provenance=provenance or collect_provenance(),
+        provenance=collect_provenance(),
         rows=[],
         entries=[],
     )
-    running, order = list(names), random.Random(setup.seed)
+    running, order = list(harness_names), random.Random(setup.seed)
     try:
         for number in range(num_rounds):
             order.shuffle(running)
@@ -129,21 +126,18 @@ def run_board(
                 (row,) = run_trials(setup, [trial], timeout_s=timeout_s, server=SERVER)
                 row = dataclasses.replace(row, method=name, label=PEERS.get(name, row.label))
                 entries.append(BoardEntry(round=number, position=position, row=row))
-                rows = rows_of(entries, names)
+                rows = rows_of(entries, [*harness_names])
                 report = dataclasses.replace(report, rows=rows, entries=list(entries))
                 if output is not None:
                     write_json(output, report)
                 count = f"round {number + 1}/{num_rounds}, {position + 1}/{len(running)}"
                 progress(f"[{count}] {name}: {describe_row(row)}")
-            running = [name for name in running if _ran(entries, name)]
+            ran = {entry.row.method for entry in entries if entry.row.status == OK}
+            running = [name for name in running if name in ran]
     except KeyboardInterrupt:
         progress("interrupted: the report has what was done")
         return dataclasses.replace(report, is_complete=False)
     return report
-
-
-def _ran(entries: Sequence[BoardEntry], method: str) -> bool:
-    return any(entry.row.method == method and entry.row.status == OK for entry in entries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,7 +190,6 @@ def _measure(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         progress=lambda line: say(one_line(line)),
     )
-    say("")
     show_view(board_view(report))
     say(f"written to {one_line(str(output))}")
     if not report.is_complete:

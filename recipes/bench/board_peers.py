@@ -11,7 +11,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -67,35 +67,19 @@ def transformer_engine(model: nn.Module, device: torch.device) -> Iterator[Insta
     context, synchronise = te.get_cpu_offload_context(
         enabled=True, num_layers=len(layers) - 1, model_layers=len(layers)
     )
-    with wrapped_layers(layers, context, synchronise):
-        yield Installed(step=nullcontext)
 
-
-@contextmanager
-def wrapped_layers(
-    layers: list[nn.Module],
-    context: AbstractContextManager[Any],
-    synchronise: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[None]:
-    """Run each layer's forward in *context*, and its first output through *synchronise*."""
-
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with context:
                 outputs = forward(*args, **kwargs)
             if isinstance(outputs, tuple):
                 return (synchronise(outputs[0]), *outputs[1:])
             return synchronise(outputs)
 
-        return wrapped
+        return run
 
-    for layer in layers:
-        layer.forward = wrap(layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the class's own shows again
+    with _replaced_forwards({layer: offloaded(layer.forward) for layer in layers}):
+        yield Installed(step=nullcontext)
 
 
 @contextmanager

@@ -84,10 +84,6 @@ class BoardReport(JsonDocument):
     is_complete: bool = True
     """False if an interrupt ended the board early."""
 
-    def row_of(self, method: str) -> BoardRow | None:
-        """Return the row of *method*; None if there is none."""
-        return next((row for row in self.rows if row.method == method), None)
-
 
 def rows_of(entries: Sequence[BoardEntry], methods: Sequence[str]) -> list[BoardRow]:
     """Summarise *entries*: a row for each of *methods* that ran, in that order."""
@@ -130,13 +126,6 @@ def _gradients(rows: Sequence[BenchRow]) -> str:
     return "equal bits" if worst == 0.0 else f"differ by {worst:.1g}"
 
 
-def ratio(figure: Spread | None, base: Spread | None) -> float | None:
-    """Return the mean of *figure* over that of *base*; None where there is none."""
-    if figure is None or base is None or not base.mean:
-        return None
-    return figure.mean / base.mean
-
-
 def board_view(report: BoardReport) -> View:
     """Return a row for each method that ran, the others with their reasons beneath."""
     measured = [row for row in report.rows if row.status == OK]
@@ -146,7 +135,11 @@ def board_view(report: BoardReport) -> View:
         summary=SUMMARY,
         tables=[board_table(report, sorted(measured, key=_order))],
         notes=[
-            *(f"{row.method}: {row.status}. {row.reason}." for row in _not_measured(report)),
+            *(
+                f"{row.method}: {row.status}. {row.reason}."
+                for row in report.rows
+                if row.status != OK
+            ),
             *(
                 f"{row.method}: another algorithm, whose step is no forward and backward and has "
                 f"no gradients. Weights on the device: {row.device_weight_bytes / MIB:,.1f} MiB."
@@ -163,20 +156,19 @@ def board_view(report: BoardReport) -> View:
 
 def board_table(report: BoardReport, rows: list[BoardRow]) -> Table:
     """Return a table of *rows*: gradients, memory and time, against the reference."""
-    base = report.row_of(REFERENCE)
-    lines = []
-    for row in rows:
-        memory, time = row.step_peak_bytes, row.step_ms
-        lines.append(
-            [
-                row.method,
-                row.gradients,
-                _memory(memory),
-                _ratio(ratio(memory, base.step_peak_bytes if base else None)),
-                _times(time),
-                _ratio(ratio(time, base.step_ms if base else None)),
-            ]
-        )
+    base = next((row for row in report.rows if row.method == REFERENCE), None)
+    memory, time = (base.step_peak_bytes, base.step_ms) if base else (None, None)
+    lines = [
+        [
+            row.method,
+            row.gradients,
+            _memory(row.step_peak_bytes),
+            _ratio(row.step_peak_bytes, memory),
+            _times(row.step_ms),
+            _ratio(row.step_ms, time),
+        ]
+        for row in rows
+    ]
     header = ["method", "gradients", "memory of a step, MiB", "of none", "step, ms", "of none"]
     return Table(header, lines, num_text_columns=2)
 
@@ -185,10 +177,6 @@ def _order(row: BoardRow) -> tuple[bool, float]:
     """The reference comes first, then whatever needs the least memory."""
     memory = row.step_peak_bytes
     return row.method != REFERENCE, float("inf") if memory is None else memory.mean
-
-
-def _not_measured(report: BoardReport) -> list[BoardRow]:
-    return [row for row in report.rows if row.status != OK]
 
 
 def _memory(memory: Spread | None) -> str:
@@ -206,5 +194,7 @@ def _times(time: Spread | None) -> str:
     return f"{number(time.mean)} ({number(time.least)}–{number(time.most)})"
 
 
-def _ratio(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.2f}×"
+def _ratio(figure: Spread | None, base: Spread | None) -> str:
+    if figure is None or base is None or not base.mean:
+        return ABSENT
+    return f"{figure.mean / base.mean:.2f}×"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from bench import board, board_peers
-from bench.board_peers import PEERS, _replaced_forwards, _same_attributes, wrapped_layers
+from bench.board_peers import PEERS, _replaced_forwards, _same_attributes
 from bench.board_report import BoardEntry, BoardReport, board_view, rows_of
 from bench.board_trial import BoardBench, largest_error, peak_of_step
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchRow
@@ -216,18 +215,6 @@ def test_transformer_engine_wraps_each_layer_and_synchronises_behind_it(
     assert asked == {"enabled": True, "num_layers": 1, "model_layers": 2}
     assert log == ["enter", "exit", "synchronise"] * 2
     assert not any("forward" in vars(module) for module in bench.model.modules())
-
-
-def test_wrapped_layers_pass_tuples_on() -> None:
-    class Layer(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-            return x, "rest"
-
-    layer = Layer()
-    with wrapped_layers([layer], nullcontext(), lambda x: x + 1):
-        first, rest = layer(torch.zeros(()))
-    assert (first.item(), rest) == (1.0, "rest")
-    assert layer(torch.zeros(()))[0].item() == 0.0
 
 
 # ---- rounds and rows ---------------------------------------------------------------------------------
