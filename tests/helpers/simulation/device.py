@@ -39,6 +39,9 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
         device.link.finish(), device.ledger.peak_bytes
     """
 
+    only_watches = True
+    """Read by the engine, which has no second run under a mode that may change operations."""
+
     def __init__(
         self,
         model: DeviceModel,
