@@ -60,7 +60,7 @@ def attach(
         model: a causal LM, a sequence-to-sequence model, or one registered with
             :func:`~hf_pyao.register_module_map`.
         config: what to offload and how; the defaults if None.
-        transport: how bytes move; None picks by device. Tests pass a SimulatedTransport.
+        transport: how bytes move; None picks by device.
         host_pool: where bytes go that leave the device: host memory to share with another
             model's offloader (its ``host_pool``), or another :class:`~hf_pyao.engine.stores.Store`.
         link: transport, host memory and window to share with another model's offloader (its

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2: something that was asked for cannot be; 130: Ctrl-C.
     """
+    from hf_pyao.settings.removed import refuse_removed_options
     from hf_pyao.tools.old_commands import renamed
 
     words = renamed(sys.argv[1:] if argv is None else argv)
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{DESCRIPTION}\npyao COMMAND --help lists the options of a command.")
         return 0
     try:
+        refuse_removed_options(words)
         args = make_parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = args.run
         # As it is imported it warns of what the host's processor lacks, which no command uses.

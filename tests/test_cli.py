@@ -11,6 +11,7 @@ import pytest
 from hf_pyao import __version__, cli
 from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.documents.schema import write_json
+from hf_pyao.settings.removed import REMOVED_OPTIONS, Removed
 from hf_pyao.tools.bench import doctor
 from hf_pyao.tools.bench.doctor import Machine
 from hf_pyao.tools.estimate import plan_command
@@ -234,3 +235,21 @@ def test_a_card_is_given_as_a_device_or_as_a_gpu() -> None:
     parser = cli.make_parser()
     for command in (["estimate", "--model", "opt:tiny"], ["plan", "opt:tiny"]):
         assert parser.parse_args([*command, "--gpu", "l4"]).device == "l4"
+
+
+@pytest.mark.parametrize("gone", REMOVED_OPTIONS, ids=lambda gone: gone.setting)
+def test_an_option_of_earlier_versions_is_refused_with_what_to_do_instead(
+    gone: Removed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, *words = gone.setting.split()
+    assert cli.main([*words, "--micro-batch", "3"]) == 2
+    assert f"was removed in version {gone.version}. {gone.instead}" in capsys.readouterr().err
+
+
+def test_a_board_is_not_shown_but_the_recipe_that_shows_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text('{"kind": "board", "rows": []}')
+    assert cli.main(["report", str(path)]) == 2
+    assert "python recipes/bench/board.py --show" in capsys.readouterr().err

@@ -1,13 +1,13 @@
 """What earlier versions had among the settings, and what to do instead: the one table of it.
 
-Errors of the configuration, flags, environment variables, files and plans are made of it, and a
-table in TROUBLESHOOTING.md.
+Errors of the configuration, flags, environment variables, files, plans and commands are made of it,
+and a table in TROUBLESHOOTING.md.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,6 +66,16 @@ REMOVED = (
 REMOVED_SETTINGS = frozenset(each.setting for each in REMOVED if each.value is None)
 """Names of settings that are gone as a whole."""
 
+REMOVED_OPTIONS = (
+    Removed(
+        "pyao bench --board",
+        "0.2.0",
+        "Run python recipes/bench/board.py with the same options, in a checkout of hf_pyao: it has "
+        "the methods of others that pyao bench no longer knows.",
+    ),
+)
+"""Options of commands, which are no settings of a run."""
+
 
 def removed(name: str, value: object) -> Removed | None:
     """Return the row of a setting that is given *value*; None if it is in force, or not given.
@@ -92,6 +102,24 @@ def refuse_removed(name: str, label: str, value: object) -> None:
     gone = removed(name, value)
     if gone is not None:
         raise ConfigError(gone.said_of(label, value), key="setting-removed")
+
+
+def refuse_removed_options(words: Sequence[str]) -> None:
+    """Refuse an option that a command had in earlier versions.
+
+    Args:
+        words: of the command line, behind ``pyao``.
+
+    Raises:
+        ConfigError: says since when it is gone, and what to do instead.
+    """
+    for gone in REMOVED_OPTIONS:
+        _, command, option = gone.setting.split()
+        if command in words[:1] and option in words:
+            raise ConfigError(
+                f"{gone.setting} was removed in version {gone.version}. {gone.instead}",
+                key="setting-removed",
+            )
 
 
 def refuses_removed(cls: C) -> C:

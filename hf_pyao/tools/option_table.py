@@ -96,11 +96,7 @@ bench: what is measured
                                     run the forward under autocast
   --attention NAME                  sdpa, eager, ... (default: transformers chooses)
   --methods METHOD...               see below (default: all in the list)
-  --board                           measure every method in several rounds of shuffled order,
-                                    compare the values of gradients, and count the memory of a
-                                    step, on a CPU too
 bench: how
-  --rounds N >=1                    of the board (default: 3)
   --device NAME =auto               auto, cpu, cuda, ... (default: auto)
   --steps N >=1                     timed steps (default: 10)
   --warmup N >=0                    steps before them (default: 3)

@@ -267,7 +267,7 @@ def predicted_streams(found: dict[str, Any]) -> list[str]:
                 "codec's kernels, the optimizer), so that its gain is a smaller share.",
                 "`python recipes/studies/simulate_schedule.py` has the same on the simulated "
                 "device with "
-                "gradients that leave in backward (hf_pyao/tools/simulation/README.md).",
+                "gradients that leave in backward (tests/helpers/simulation/README.md).",
                 "Checkpointing and accumulation copy nothing: one stream is enough.",
             ]
         ),

@@ -29,7 +29,7 @@ class Way:
     """A way to train: something of others, or hf_pyao with settings, or both."""
 
     peer: str = "none"
-    """A row of ``pyao bench``, which is installed first."""
+    """A method of ``pyao bench``, which is installed first."""
     settings: Mapping[str, Any] | None = None
     """Of ``PyAOConfig``; None: hf_pyao is not attached."""
     estimate: str | None = None
@@ -63,7 +63,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
         ),
         "save_on_cpu": Way(peer="save-on-cpu"),
         "TRL": Way(peer="trl-streams"),
-        "Liger's loss": Way(peer="liger-loss"),
+        "Liger's loss": Way(peer="bench.board_peers:liger_loss"),
         "DeepSpeed": Way(peer="deepspeed"),
         "all": Way(settings={"policy": "all"}, estimate="policy all"),
         "auto": Way(settings=_AUTO, estimate="policy auto"),

@@ -40,6 +40,7 @@ from hf_pyao.plan.predict.speed_range import AS_GIVEN, OFF_BY_30_PERCENT, worst_
 from hf_pyao.plan.solve.planner import CHECKPOINT, KEEP_ALL, LAYER_INPUTS, OFFLOAD_ALL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from result_file import write_result
 from studies.judged_steps import SIZES, by_engine, choice_of, link_of, planner_of, replayed

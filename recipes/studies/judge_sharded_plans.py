@@ -47,6 +47,7 @@ from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from result_file import write_result
 from studies import sharded_steps

@@ -20,8 +20,8 @@ from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
-from hf_pyao.tools.estimate.simulated_step import SimulatedStep
+from tests.helpers.simulation.replayed_step import replay_step
+from tests.helpers.simulation.simulated_step import SimulatedStep
 
 SIZES = {"opt": "1.3b", "gpt2": "0.8b", "llama": "1.2b"}
 WINDOW_BYTES = 256 * 2**20

@@ -4,7 +4,7 @@
     python recipes/studies/simulate_schedule.py --result recipes/results/simulated_schedule.json
 
 The real engine runs on the simulated accelerator: layers with known compute time and saved bytes,
-copies on a virtual link (see `hf_pyao/tools/simulation/virtual_link.py` for what it assumes). The
+copies on a virtual link (see `tests/helpers/simulation/virtual_link.py` for what it assumes). The
 first table varies how long a layer's copies take against its forward compute. The second puts in
 the PyAO paper's models and hardware, to set two streams against one, as its Table 3 does. All of
 it is arithmetic on a virtual clock, the same on every machine; none of it is a measurement.
@@ -26,13 +26,14 @@ from torch import nn
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.engine.transfer.schedule import Schedule
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
-from hf_pyao.tools.simulation.virtual_link import VirtualLink
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from result_file import write_result
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
+from tests.helpers.simulation.virtual_link import VirtualLink
 
 SCHEMA_VERSION = 1
 SHRINK = 8192

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.plan.hardware.presets import find_hardware
@@ -51,8 +52,8 @@ from hf_pyao.plan.weights.choice import StreamingChoice
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
 from result_file import write_result
+from tests.helpers.simulation.replayed_step import replay_step
 
 SCHEMA_VERSION = 1
 CARD = "rtx4090"

@@ -17,7 +17,6 @@ from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.solve.correction import Correction, ExpectedTimes
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.auto.test_auto_policy import (
     AUTO,
     NUM_MEASURED,
@@ -28,6 +27,7 @@ from tests.auto.test_auto_policy import (
     transport,
 )
 from tests.helpers import tiny_model
+from tests.helpers.simulation.transport import SimulatedTransport
 
 # ---- what is off, by numbers ---------------------------------------------------------------------
 

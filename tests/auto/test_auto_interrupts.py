@@ -20,8 +20,6 @@ from hf_pyao.attachment import offloader_of
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.recording.held_interrupts import SIGNALS, HeldInterrupts
 from hf_pyao.engine.stores import HostPool
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.auto.test_auto_odd_loops import (
     AUTO,
     LINK,
@@ -36,6 +34,8 @@ from tests.auto.test_auto_odd_loops import (
 )
 from tests.engine.runtime.test_interrupts import what_is_left
 from tests.helpers.interrupts import ROOT, Interrupter, Line, destructors_watched
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 FILES = (
     "auto/deciding",

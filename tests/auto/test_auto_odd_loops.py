@@ -24,8 +24,8 @@ from hf_pyao.config import GIB
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 LINK = LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3)
 SPEEDS = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=5.0, launch_us=2.0)

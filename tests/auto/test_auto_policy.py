@@ -24,9 +24,9 @@ from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import tiny_batch, tiny_model
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 LINK = LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3)
 NUM_MEASURED = 2

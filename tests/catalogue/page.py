@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-from hf_pyao.settings.removed import REMOVED
+from hf_pyao.settings.removed import REMOVED, REMOVED_OPTIONS
 from hf_pyao.tools.catalogue.all_entries import CATALOGUE, CHAPTERS
 from hf_pyao.tools.catalogue.entry import Entry
 from tests.catalogue.sites import sites
@@ -82,6 +82,9 @@ def _removed() -> str:
     for gone in REMOVED:
         value = "any" if gone.value is None else f"`{gone.value!r}`"
         rows.append(f"| `{gone.setting}` | {value} | {gone.version} | {gone.instead} |")
+    rows += [
+        f"| `{gone.setting}` | | {gone.version} | {gone.instead} |" for gone in REMOVED_OPTIONS
+    ]
     return "\n".join(rows) + "\n"
 
 

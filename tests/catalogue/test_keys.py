@@ -40,7 +40,6 @@ FOREIGN = {
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
     ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",
     ("tools/advise/script_watch.py", "EnoughSeen"): "ends the script that is looked at",
-    ("tools/bench/board_peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/methods.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/worker.py", "SearchFailed"): "a row of the result",
@@ -59,7 +58,7 @@ def test_every_error_and_warning_has_a_key() -> None:
 
 def test_the_search_finds_the_places() -> None:
     assert len(sites()) > 350
-    assert {"ConfigError", "NoPlanFitsError", "SimulatedRaceError"} <= set(key_of_class())
+    assert {"ConfigError", "NoPlanFitsError"} <= set(key_of_class())
 
 
 def test_the_catalogue_has_the_keys_that_are_used() -> None:

@@ -34,7 +34,6 @@ TRIGGERED_BY = {
     "profile-running": "tests/plan/measure/test_profile.py::test_one_profile_after_another",
     "replayed-device-full": "tests/plan/hardware/test_caching_allocator.py::test_a_segment_that_is_partly_in_use_cannot_be_given_back",
     "second-run-differs": "tests/auto/retry/test_hand_loops.py::test_the_next_forward_does_without_second_runs",
-    "simulated-race": "tests/races/test_mutants.py::test_mutant_is_caught[no wait at unpack]",
     "second-thread": "tests/engine/runtime/test_threads.py::test_a_second_thread_is_passed_over[settings0]",
     "sequence-parallel-untried": "tests/auto/effects/test_no_effect.py::test_ring_attention_is_said",
     "step-not-recorded": "tests/auto/recording/test_model_copy.py::test_what_cannot_be_recorded_says_why_and_trains_on",

@@ -18,8 +18,8 @@ import torch
 
 from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers.ledger import AllocationLedger
+from tests.helpers.simulation.transport import SimulatedTransport
 
 CYCLES_PER_MS = 1_000_000
 """Argument of torch's sleeping kernel for about a millisecond, on GPUs of 1 to 2 GHz."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.tools.simulation.transport import SimulatedRaceError
 from tests.gpu.device import Device
 from tests.gpu.training import ARCHITECTURES, make_model, plain_outcome, train
+from tests.helpers.simulation.transport import SimulatedRaceError
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,6 @@ from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.predict.speed_range import scaled
 from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     ARCHITECTURES,
     EVERY_LAYER,
@@ -32,6 +31,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.simulation.transport import SimulatedTransport
 
 ACTIONS = ("keep", "offload", "recompute")
 LINKS = (30.0, 100.0, 10.0, 300.0, 3.0, 1000.0)

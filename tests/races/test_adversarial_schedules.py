@@ -23,8 +23,8 @@ import pytest
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.plan.documents.provenance import collect_provenance
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import ARCHITECTURES, SCENARIOS, make_pair
+from tests.helpers.simulation.transport import SimulatedTransport
 
 NUM_SCHEDULES = int(os.environ.get("HF_PYAO_TEST_SCHEDULES", "2000"))
 RECORD = os.environ.get("HF_PYAO_TEST_SCHEDULES_RECORD")

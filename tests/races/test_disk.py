@@ -30,8 +30,8 @@ from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.errors import DiskError, PyAOError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
-from tests.helpers.simulated_disk import Failures, SimulatedDisk, SimulatedLanes
+from tests.helpers.simulation.disk import Failures, SimulatedDisk, SimulatedLanes
+from tests.helpers.simulation.transport import SimulatedRaceError, SimulatedTransport
 
 PAGE = 4096
 NUM_SCHEDULES = 500
@@ -269,6 +269,6 @@ def test_mutants_are_caught(mutant: Callable[[], Any], tmp_path: Path) -> None:
         for seed in range(200):
             try:
                 run(seed, tmp_path)
-            except (AssertionError, PyAOError):
+            except (AssertionError, PyAOError, SimulatedRaceError):
                 return
     pytest.fail("no schedule noticed it")

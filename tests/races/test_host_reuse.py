@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import make_model
+from tests.helpers.simulation.transport import SimulatedTransport
 
 
 def _step(model: torch.nn.Module, length: int) -> None:

@@ -23,8 +23,8 @@ from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Phase
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.errors import PyAOError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import SCENARIOS, make_pair
+from tests.helpers.simulation.transport import SimulatedTransport
 
 Mutant = Callable[[], Any]
 

@@ -20,8 +20,8 @@ from hf_pyao.auto.install import weights
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import FunctionLayer, Stack
+from tests.helpers.simulation.transport import SimulatedTransport
 from tests.races.fake_streams import FakeStreamTransport, World, backward, fake_streams
 
 NO_FUSED_EXPERTS = "transformers has fused experts from release 5 on"

@@ -24,8 +24,8 @@ from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.on_disk import WeightsInFile, spans_of
 from hf_pyao.engine.weights.read_ahead import Arrival, ReadAhead
 from hf_pyao.errors import DiskError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers.disks import on_disk, take_any_file_system
+from tests.helpers.simulation.transport import SimulatedTransport
 from tests.races import test_streamed_weights
 from tests.races.fake_streams import FakeStreamTransport, fake_streams
 from tests.races.test_streamed_weights import frozen_stack, one_stream, steps

@@ -8,10 +8,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.documents.bench import FAILED, BenchReport
-from hf_pyao.plan.documents.board import BoardReport
+from hf_pyao.plan.documents.bench import FAILED
 from hf_pyao.text import one_line, say
-from hf_pyao.tools.bench.board import board_methods, run_board
 from hf_pyao.tools.bench.harness import run_bench, smoke
 from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
 from hf_pyao.tools.bench.setup import MAX_MICRO_BATCH, BenchSetup, Trial
@@ -25,13 +23,8 @@ SMOKE_MODEL = (
     "num_key_value_heads=1,vocab_size=64,max_position_embeddings=64"
 )
 SMOKE_METHODS = ("none", "checkpoint", "pyao-window", "trl-streams")
-SMOKE_BOARD = ("none", "checkpoint", "sac", "save-on-cpu", "pyao-window", "trl-streams")
 
 DEFAULT_MICRO_BATCH = 4
-DEFAULT_ROUNDS = 3
-INTERRUPTED = 130
-"""Exit status of a command that was interrupted."""
-
 MAX_TIMEOUT_S = 1e6
 """Eleven days; the system's clocks for waiting end at 24."""
 
@@ -58,36 +51,27 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model or device cannot be had.
     """
-    setup, trials = _work(args)
-    output = args.output or _default_output(setup, "board" if args.board else "bench")
-    report: BenchReport | BoardReport
-    if args.board:
-        report = run_board(
-            setup,
-            [trial.method for trial in trials],
-            micro_batch=trials[0].micro_batch,
-            num_rounds=args.rounds or (1 if args.smoke else DEFAULT_ROUNDS),
-            output=output,
-            timeout_s=args.timeout,
-            progress=lambda line: say(one_line(line)),
-        )
-    else:
-        report = run_bench(
-            setup,
-            trials,
-            output=output,
-            timeout_s=args.timeout,
-            progress=lambda line: say(one_line(line)),
-        )
+    setup, trials = work_of(args)
+    output = args.output or default_output(setup, "bench")
+    report = run_bench(
+        setup,
+        trials,
+        output=output,
+        timeout_s=args.timeout,
+        progress=lambda line: say(one_line(line)),
+    )
     say("")
     tell(report, as_json=False, output=None, also_written=[output])
     say(f"plot it: pyao report {one_line(str(output))} -o report.html")
-    if isinstance(report, BoardReport) and not report.is_complete:
-        return INTERRUPTED
     return 0 if all(row.status != FAILED for row in report.rows) else 1
 
 
-def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
+def work_of(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
+    """Return what is measured, and the trials, one for each method.
+
+    Raises:
+        ConfigError: an option is bad, or a method is unknown.
+    """
     model = args.model or (SMOKE_MODEL if args.smoke else None)
     if model is None:
         raise ConfigError(
@@ -108,10 +92,7 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
             f"{flags}, or --smoke.",
             key="setting-without-effect",
         )
-    _check_board(args)
-    every = board_methods(tuple(known_methods())) if args.board else tuple(known_methods())
-    small = SMOKE_BOARD if args.board else SMOKE_METHODS
-    names = args.methods or (small if args.smoke else every)
+    names = args.methods or (SMOKE_METHODS if args.smoke else tuple(known_methods()))
     for name in names:
         find_method(name)
     setup = BenchSetup(
@@ -135,32 +116,6 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
     return setup, trials
 
 
-def _check_board(args: argparse.Namespace) -> None:
-    """Refuse options that the board has no use for.
-
-    Raises:
-        ConfigError: one is given.
-    """
-    if args.rounds is not None and not args.board:
-        raise ConfigError(
-            "--rounds is for --board, which is not given. Add it, or drop --rounds.",
-            key="setting-without-effect",
-        )
-    if not args.board:
-        return
-    if args.find_largest:
-        raise ConfigError(
-            "--board compares one micro-batch, and --find-largest looks for each method's own. "
-            "Give one of the two.",
-            key="settings-contradict",
-        )
-    if args.gradients != "keep":
-        raise ConfigError(
-            "--board compares the values of gradients, which --gradients release drops. Drop it.",
-            key="settings-contradict",
-        )
-
-
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse numbers out of range, by the name of their flag.
 
@@ -180,7 +135,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def _default_output(setup: BenchSetup, kind: str) -> Path:
+def default_output(setup: BenchSetup, kind: str) -> Path:
+    """Return a path below ``outputs/kind``, named by the model and the time."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     return Path("outputs") / kind / f"{name}-{setup.dtype}-{stamp}.json"
@@ -203,11 +159,11 @@ models (weights are random: only shapes matter here)
 methods
 {methods}
   {CUSTOM_PREFIX}key=value,...     hf_pyao with these fields of PyAOConfig; join modules with '+'
+  module:function        a function that installs one, of a module on PYTHONPATH
 
 examples
   {program} --model {first} --micro-batch 8
   {program} --model {first} --find-largest --memory-cap-gib 12 --gradients release
   {program} --model {first} --methods none checkpoint pyao:window=67108864
-  {program} --model {first} --board --micro-batch 8
   {program} --smoke
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,6 @@ from hf_pyao.tools.bench.methods import Installed, find_method
 from hf_pyao.tools.bench.models import make_batch
 from hf_pyao.tools.bench.pack_clock import PackClock
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
-from hf_pyao.tools.bench.step_memory import peak_of_step
 
 
 class Bench:
@@ -50,9 +49,8 @@ class Bench:
         rss_bytes = self.host.rss_bytes()
         start_bytes = self.memory.allocated_bytes()
         batch = make_batch(self.model, self.setup, trial.micro_batch, self.device)
-        expected = self._reference_gradients(batch) if trial.compares_values else None
-        with self._installed(trial.method) as (installed, sink):
-            compared = self._compared_step(installed, sink, batch, expected)
+        with self.installed(trial.method) as (installed, sink):
+            compared = self._compared_step(installed, sink, batch)
             after_forward_bytes = None
             for _ in range(self.setup.num_warmup):
                 after_forward_bytes = self._step(installed, batch)
@@ -64,10 +62,6 @@ class Bench:
             peak_rss_bytes = self.host.peak_rss_bytes()
             peak_bytes = self.memory.peak_allocated_bytes()
             reserved_bytes = self.memory.peak_reserved_bytes()
-            if trial.compares_values:
-                compared["step_peak_bytes"] = peak_of_step(
-                    self.device, lambda: self._step(installed, batch)
-                )
             return BenchRow(
                 method=trial.method,
                 label=method.label,
@@ -82,8 +76,12 @@ class Bench:
                 rss_growth_bytes=_difference(peak_rss_bytes, rss_bytes),
                 pinned_bytes=self.host.pinned_bytes(),
                 metrics=installed.metrics() | _pack_time(clock, self.setup.num_steps),
-                **compared,
+                **(compared | self.further_fields(installed, batch)),
             )
+
+    def further_fields(self, installed: Installed, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return further fields of the row, measured behind the timed steps: none."""
+        return {}
 
     def try_steps(self, trial: Trial, num_steps: int = 2) -> None:
         """Run a few steps, to see whether they fit.
@@ -93,7 +91,7 @@ class Bench:
             torch.OutOfMemoryError: the micro-batch does not fit.
         """
         batch = make_batch(self.model, self.setup, trial.micro_batch, self.device)
-        with self._installed(trial.method) as (installed, _):
+        with self.installed(trial.method) as (installed, _):
             for _ in range(num_steps):
                 self._step(installed, batch)
             self.memory.synchronize()
@@ -107,7 +105,8 @@ class Bench:
         self.memory.release_caches(keep_pinned=keep_pinned)
 
     @contextmanager
-    def _installed(self, method: str) -> Iterator[tuple[Installed, GradientSink]]:
+    def installed(self, method: str) -> Iterator[tuple[Installed, GradientSink]]:
+        """Install *method*, and take it off again."""
         sink = GradientSink(self.model, release=self.setup.gradients == "release")
         try:
             with find_method(method).install(self.model, self.device) as installed:
@@ -121,32 +120,18 @@ class Bench:
         installed: Installed,
         sink: GradientSink,
         batch: dict[str, Any],
-        expected: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
         """Run the step whose loss and gradients are compared; return them as a row's fields.
 
         Every method starts it from the same seed, and on deterministic kernels, so that equal
-        results are equal bit for bit. With *expected* the gradients are those that the step leaves
-        in ``.grad``, which must be kept; else those that the hooks of *sink* saw.
+        results are equal bit for bit.
         """
         digest = GradientDigest()
-        sink.digest = digest if expected is None else None
+        sink.digest = digest
         torch.manual_seed(self.setup.seed)
-        found: dict[str, Any] = {}
         try:
-            with _deterministic(self.device):
-                loss = self._forward_and_backward(installed, batch)
-            if installed.algorithm:
-                return {
-                    "loss": loss.item(),
-                    "algorithm": installed.algorithm,
-                    "device_weight_bytes": installed.device_weight_bytes,
-                }
-            if expected is not None:
-                gradients = self._gradients()
-                for name, gradient in gradients.items():
-                    digest.add(name, gradient)
-                found["gradient_error"] = largest_error(gradients, expected)
+            with deterministic(self.device):
+                loss = self.forward_and_backward(installed, batch)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
@@ -154,36 +139,22 @@ class Bench:
         finally:
             sink.digest = None
             self.model.zero_grad(set_to_none=True)
-        return found | {
+        return {
             "loss": loss.item(),
             "gradient_norm": digest.norm(),
             "gradient_digest": digest.hexdigest(),
         }
 
-    def _reference_gradients(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the gradients without any method, in host memory."""
-        torch.manual_seed(self.setup.seed)
-        with _deterministic(self.device):
-            torch.autograd.backward(self._loss(batch))
-        gradients = {name: gradient.cpu() for name, gradient in self._gradients().items()}
-        self.model.zero_grad(set_to_none=True)
-        return gradients
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """Return the parameters' gradients by name."""
-        return {
-            name: parameter.grad.detach()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-
-    def _forward_and_backward(
+    def forward_and_backward(
         self,
         installed: Installed,
         batch: dict[str, Any],
         between: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Run a step; call *between* after its forward, where the method tells them apart."""
+        """Run a step and return its loss; the gradients are in ``.grad``.
+
+        *between* is called after its forward, where the method tells them apart.
+        """
         with installed.step():
             if installed.run is not None:
                 return installed.run(batch)
@@ -200,7 +171,7 @@ class Bench:
             self.memory.synchronize()
             allocated_bytes[0] = self.memory.allocated_bytes()
 
-        self._forward_and_backward(installed, batch, read_memory)
+        self.forward_and_backward(installed, batch, read_memory)
         self.model.zero_grad(set_to_none=True)
         return allocated_bytes[0]
 
@@ -208,7 +179,7 @@ class Bench:
         """Run forward and backward on a drained device; return the time in milliseconds."""
         self.memory.synchronize()
         start = time.perf_counter()
-        self._forward_and_backward(installed, batch)
+        self.forward_and_backward(installed, batch)
         self.memory.synchronize()
         elapsed_ms = (time.perf_counter() - start) * 1e3
         self.model.zero_grad(set_to_none=True)
@@ -224,24 +195,6 @@ class Bench:
         return loss
 
 
-def largest_error(
-    gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> float:
-    """Return the largest relative error of a gradient in the Euclidean norm; 0 if all bits agree.
-
-    A gradient that is missing, or that nobody expects, is wholly wrong: 1.
-    """
-    worst = 0.0
-    for name in {*gradients, *expected}:
-        if name not in gradients or name not in expected:
-            return 1.0
-        right = expected[name].double()
-        difference = (gradients[name].cpu().double() - right).norm()
-        size = float(right.norm())
-        worst = max(worst, float(difference) / size if size else float(difference != 0))
-    return worst
-
-
 def _pack_clock(installed: Installed, trial: Trial) -> AbstractContextManager[PackClock | None]:
     if installed.engine is None or not trial.times_packs:
         return nullcontext()
@@ -253,7 +206,7 @@ def _pack_time(clock: PackClock | None, num_steps: int) -> dict[str, float]:
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """Use deterministic kernels alone on an accelerator; those of a CPU are so by themselves."""
     if device.type == "cpu":
         yield

@@ -1,7 +1,8 @@
 """The methods that are compared: ours, and what a user of transformers could take instead.
 
-A method is one row of :func:`known_methods`. ``install`` puts it on a model and takes it off again;
-where it cannot run, it raises :class:`MethodUnavailable` with the reason, which becomes its row.
+A method is one row of :func:`known_methods`, or a function of another module, by the name
+``module:function``. ``install`` puts it on a model and takes it off again; where it cannot run, it
+raises :class:`MethodUnavailable` with the reason, which becomes its row.
 Nothing here imports torch before a method is installed.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.settings.kind import Names
-from hf_pyao.text import echo
+from hf_pyao.text import describe_error, echo
 from hf_pyao.tools.bench import peers
 from hf_pyao.tools.bench.peers import Installed, MethodUnavailable
 from hf_pyao.tools.estimate.model_specs import parse_value
@@ -86,17 +87,6 @@ class _PyAO:
             yield Installed(step=nullcontext, metrics=offloader.metrics, engine=offloader.engine)
 
 
-def _board_peer(function: str) -> Install:
-    """Return *function* of ``board_peers.py``, which imports torch, as one that imports it late."""
-
-    def install(model: nn.Module, device: torch.device) -> AbstractContextManager[Installed]:
-        module = importlib.import_module("hf_pyao.tools.bench.board_peers")
-        found: Install = getattr(module, function)
-        return found(model, device)
-
-    return install
-
-
 def _table() -> list[Method]:
     window: dict[str, Any] = {"window": WINDOW_BYTES}
     ours = [
@@ -151,33 +141,7 @@ def _table() -> list[Method]:
         Method("trl-streams", "TRL OffloadActivations, streams", peers.trl_streams),
         Method("trl-no-streams", "TRL OffloadActivations, no streams", peers.trl_no_streams),
         Method("deepspeed", "DeepSpeed CheckpointHiddenStatesOffload", peers.deepspeed),
-        Method("transformer-engine", "Transformer Engine, default", peers.transformer_engine),
         Method("save-on-cpu", "torch save_on_cpu", peers.save_on_cpu),
-        Method(
-            "sac",
-            "torch selective checkpointing, products and attention saved",
-            _board_peer("selective_checkpoint"),
-        ),
-        Method(
-            "memory-budget",
-            f"torch activation_memory_budget {peers.MEMORY_BUDGET:g}, layers compiled",
-            _board_peer("memory_budget"),
-        ),
-        Method("deepspeed-tiled-mlp", "DeepSpeed TiledMLP", _board_peer("deepspeed_tiled_mlp")),
-        Method(
-            "deepspeed-tiled-loss",
-            "DeepSpeed TiledFusedLogitsLoss",
-            _board_peer("deepspeed_tiled_loss"),
-        ),
-        Method("liger-loss", "Liger fused linear cross-entropy", _board_peer("liger_loss")),
-        Method("liger-tiled-mlp", "Liger tiled MLP", _board_peer("liger_tiled_mlp")),
-        Method("unsloth", "Unsloth's offloaded checkpointing", _board_peer("unsloth")),
-        Method("ramtorch", "RamTorch OffloadModel, window 2", _board_peer("ramtorch")),
-        Method("block-streamer", "BlockStreamer StreamedModel", _board_peer("block_streamer")),
-        Method("trainstream", "TrainStream, no quantisation", _board_peer("trainstream")),
-        Method("mezo", "MeZO as published, weights on the device", _board_peer("mezo")),
-        Method("zeroth-order", "hf_pyao, zeroth order, layers visit", _board_peer("zeroth_order")),
-        Method("roundpipe", "RoundPipe, synchronous", _board_peer("roundpipe")),
     ]
 
 
@@ -191,17 +155,42 @@ def known_methods() -> Mapping[str, Method]:
 
 
 def find_method(name: str) -> Method:
-    """Return the method called *name*, or the configuration behind ``pyao:key=value,...``.
+    """Return the method called *name*.
+
+    Args:
+        name: of :func:`known_methods`; ``pyao:key=value,...``, a configuration; or
+            ``module:function``, an :data:`Install` of a module on ``sys.path``.
 
     Raises:
         ConfigError: there is none; the nearest name and all names are given.
     """
     if name.removeprefix(OVER_CHECKPOINT).startswith(CUSTOM_PREFIX):
         return _custom(name)
+    if ":" in name:
+        return Method(name, name, _function(name))
     methods = known_methods()
     if name not in methods:
-        raise unknown_name("method", name, [*methods, CUSTOM_PREFIX + "key=value,..."])
+        others = (CUSTOM_PREFIX + "key=value,...", "module:function")
+        raise unknown_name("method", name, [*methods, *others])
     return methods[name]
+
+
+def _function(name: str) -> Install:
+    """Return the function behind ``module:function``.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, function = name.partition(":")
+    try:
+        install: Install = getattr(importlib.import_module(module), function)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"method {echo(name)} cannot be imported: {describe_error(error)}. Expected "
+            "module:function, with the module on sys.path.",
+            key="setting-value",
+        ) from error
+    return install
 
 
 def is_lossy(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What others offer: checkpointing, torch's own hooks, TRL, DeepSpeed, Transformer Engine.
+"""What others offer: checkpointing, torch's own hooks, TRL, DeepSpeed.
 
 Each is used as its documentation says, with its defaults, through its public entry.
 """
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from hf_pyao.engine.runtime.engine import OffloadEngine
 
 
-MEMORY_BUDGET = 0.5
-"""Of method ``memory-budget``: the share of what a compiled layer would save (1: all)."""
-
-
 class MethodUnavailable(Exception):
     """A method cannot run here; the message says why."""
 
@@ -49,10 +45,6 @@ class Installed:
     run: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """Runs forward and backward of a batch and returns the loss, where a method does not leave
     that to autograd. Gradients are then in ``.grad``."""
-    algorithm: str = ""
-    """What the step is, where it is no forward and its backward: it has no gradients to compare."""
-    device_weight_bytes: int | None = None
-    """Weights on the device over a step of such an algorithm."""
 
 
 @contextmanager
@@ -165,53 +157,6 @@ def deepspeed(model: nn.Module, device: torch.device) -> Iterator[Installed]:
 
     with checkpointing(model):
         yield Installed(step=step, metrics=lambda: dict(done))
-
-
-@contextmanager
-def transformer_engine(model: nn.Module, device: torch.device) -> Iterator[Installed]:
-    """Offload all layers but the last by Transformer Engine's default schedule."""
-    need_package("transformer_engine", "Transformer Engine")
-    if device.type != "cuda":
-        raise MethodUnavailable(f"Transformer Engine needs a CUDA device; this one is {device}")
-    try:
-        te = importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:
-        raise MethodUnavailable(f"Transformer Engine does not load: {error}") from error
-    from hf_pyao.model.map.module_map import find_layers
-
-    layers = [layer for _, layer in find_layers(model).layers]
-    context, synchronise = te.get_cpu_offload_context(
-        enabled=True, num_layers=len(layers) - 1, model_layers=len(layers)
-    )
-    with wrapped_layers(layers, context, synchronise):
-        yield Installed(step=nullcontext)
-
-
-@contextmanager
-def wrapped_layers(
-    layers: list[nn.Module],
-    context: AbstractContextManager[Any],
-    synchronise: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[None]:
-    """Run each layer's forward in *context*, and its first output through *synchronise*."""
-
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with context:
-                outputs = forward(*args, **kwargs)
-            if isinstance(outputs, tuple):
-                return (synchronise(outputs[0]), *outputs[1:])
-            return synchronise(outputs)
-
-        return wrapped
-
-    for layer in layers:
-        layer.forward = wrap(layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the class's own shows again
 
 
 @contextmanager

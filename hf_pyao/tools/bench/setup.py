@@ -87,9 +87,6 @@ class Trial:
     """Look for the largest micro-batch that fits, and measure there."""
     times_packs: bool = False
     """Time hf_pyao's pack hooks too, as ``pack_ms`` of the row's metrics."""
-    compares_values: bool = False
-    """Compute the reference's gradients in the same process first, and tell by how much the
-    method's differ; and count the most bytes that a step adds to what is allocated."""
 
     def __post_init__(self) -> None:
         """Check the micro-batch.

@@ -32,8 +32,13 @@ CUBLAS_WORKSPACE = ":4096:8"
 """What cuBLAS needs for deterministic products; read when its handle is made."""
 
 
-def serve(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
-    """Measure *trials* in this process, and send each row as it comes.
+def serve(
+    connection: Connection,
+    setup: BenchSetup,
+    trials: Sequence[Trial],
+    kind: type[Bench] = Bench,
+) -> None:
+    """Measure *trials* in this process by a bench of *kind*, and send each row as it comes.
 
     Sends ``("ready", {})`` when the model is built, ``("row", fields)`` for each trial, or
     ``("broken", message)`` if there is no model to measure.
@@ -44,7 +49,7 @@ def serve(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) ->
         connection.send(("broken", f"no model can be built: {failure}. {REMEDY}"))
         return
     try:
-        bench = make_bench(setup)
+        bench = make_bench(setup, kind)
     except Exception as error:
         traceback.print_exc()
         connection.send(("broken", describe_error(error)))
@@ -68,7 +73,7 @@ def serve_probe(connection: Connection, device: str, with_speeds: bool) -> None:
         connection.send(("broken", f"{error}"))
 
 
-def make_bench(setup: BenchSetup) -> Bench:
+def make_bench(setup: BenchSetup, kind: type[Bench] = Bench) -> Bench:
     """Build the model that *setup* asks for, on its device, within its memory cap.
 
     Raises:
@@ -79,7 +84,7 @@ def make_bench(setup: BenchSetup) -> Bench:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 deprecates this way, later ones do not
         torch.set_float32_matmul_precision("highest")  # float32 shall mean no TF32
-    return Bench(build_model(setup, device), setup, device)
+    return kind(build_model(setup, device), setup, device)
 
 
 def run_trial(bench: Bench, trial: Trial) -> BenchRow:

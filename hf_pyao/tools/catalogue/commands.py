@@ -47,11 +47,5 @@ CHAPTER = Chapter(
             "The process that looks at the device failed.",
             "The message has its last lines. `pyao doctor` looks at the machine step by step.",
         ),
-        Entry(
-            "simulated-race",
-            "In a simulation, a copy read or wrote memory that was not its own any more. It "
-            "comes in tests alone.",
-            "If you write a transport, see engine/transfer/README.md for what it must keep.",
-        ),
     ),
 )

@@ -2,5 +2,5 @@
 
 ``model_sizes`` (shapes), ``fake_step`` (one step on fake tensors, no memory), ``recorded_step``
 (the same as a program of plain numbers, of as few layers as will do). The arithmetic is in
-``hf_pyao/plan/``, the judge of it in ``hf_pyao/tools/simulation/``.
+``hf_pyao/plan/``, the judge of it in ``tests/helpers/simulation/``.
 """

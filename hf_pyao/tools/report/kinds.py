@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_pyao.errors import nearest
 from hf_pyao.plan.documents.bench import BenchReport, FactsReport
-from hf_pyao.plan.documents.board import BoardReport
 from hf_pyao.plan.documents.estimate import EstimateReport
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
 from hf_pyao.plan.documents.plan import Plan
@@ -22,7 +21,6 @@ from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.text import echo
 from hf_pyao.tools.report.plots.bench_plots import bench_figure
-from hf_pyao.tools.report.plots.board_plots import board_figure
 from hf_pyao.tools.report.plots.estimate_plots import estimate_figure
 from hf_pyao.tools.report.plots.look import LIGHT, Look, need_matplotlib
 from hf_pyao.tools.report.plots.microbatch_plots import microbatch_figure
@@ -32,7 +30,6 @@ from hf_pyao.tools.report.plots.run_plots import run_figure
 from hf_pyao.tools.report.plots.step_plots import step_figure
 from hf_pyao.tools.report.plots.sweep_plots import sweep_figure
 from hf_pyao.tools.report.views.bench_view import bench_view, facts_view
-from hf_pyao.tools.report.views.board_view import board_view
 from hf_pyao.tools.report.views.estimate_view import estimate_view
 from hf_pyao.tools.report.views.microbatch_view import microbatch_view
 from hf_pyao.tools.report.views.plan_view import plan_view
@@ -68,7 +65,6 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "run": Kind(document=RunReport, view=run_view, figure=run_figure),
     "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
-    "board": Kind(document=BoardReport, view=board_view, figure=board_figure),
     "facts": Kind(document=FactsReport, view=facts_view),
     "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
     "profile": Kind(
@@ -126,6 +122,12 @@ def read_document(path: str | Path) -> Any:
     """
     values = read_json(path)
     kind, where = values.get("kind"), echo(str(path))
+    if kind == "board":
+        raise ReportError(
+            f"{where} is a board of methods, which a recipe shows now: python "
+            "recipes/bench/board.py --show FILE.json, in a checkout of hf_pyao.",
+            key="file-kind",
+        )
     if not isinstance(kind, str) or kind not in KINDS:
         hint = nearest(kind, KINDS) if isinstance(kind, str) else ""
         raise ReportError(

@@ -22,9 +22,7 @@ class LateTransport(BlockingTransport):
 
     What the engine allows to be in flight is then always in flight, so that the peak is an upper
     bound for every link. Takes tensors of a CPU that stand for a device's, fake ones too. Bytes are
-    copied at once: when they are valid is what
-    :class:`~hf_pyao.tools.simulation.transport.SimulatedTransport` watches. Times are this
-    machine's, and say nothing.
+    copied at once. Times are this machine's, and say nothing.
     """
 
     name = "late"

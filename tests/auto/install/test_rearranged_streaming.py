@@ -15,10 +15,10 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import gradients_of, tiny_batch, tiny_model
 from tests.helpers.adapters import tiny_lora, with_adapters
 from tests.helpers.quantised import quantise_
+from tests.helpers.simulation.transport import SimulatedTransport
 
 NUM_LAYERS = 5
 ORDERS = ((0, 5, 2), (5, 0, 5), (3, 1, 4, 0), (0, 1, 2, 3, 4, 5, 0))

@@ -20,7 +20,6 @@ from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
 from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.runtime.policy import OffloadAll, RecomputeSelected
 from hf_pyao.errors import PyAOError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.auto.retry.test_out_of_memory import assert_clean
 from tests.helpers import (
     EVERY_LAYER,
@@ -35,6 +34,7 @@ from tests.helpers import (
 )
 from tests.helpers.interrupts import Interrupter
 from tests.helpers.memory_faults import EVER, MemoryFaults, sample
+from tests.helpers.simulation.transport import SimulatedTransport
 
 OFF = PyAOConfig(policy="off", min_bytes=0)
 BATCH = tiny_batch(0, padding=2)

@@ -14,9 +14,9 @@ from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.step.ledger import MemoryLedger
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTicket, SimulatedTransport
 from studies.study_codecs import study_codec
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTicket, SimulatedTransport
 
 NUM_LAYERS, NUM_SLOTS = 4, 16
 ROWS, COLUMNS = 16, 256

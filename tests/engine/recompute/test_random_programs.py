@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, assert_same_tensors, gradients_of
+from tests.helpers.simulation.transport import SimulatedTransport
 
 Step = Callable[[FunctionLayer, torch.Tensor, torch.Tensor], torch.Tensor]
 

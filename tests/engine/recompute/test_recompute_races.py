@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers.simulation.transport import SimulatedTransport
 from tests.races.models import ARCHITECTURES, SCENARIOS, make_pair
 
 NUM_SCHEDULES = 12

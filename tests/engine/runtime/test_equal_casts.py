@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, attach, register_module_map
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERYTHING,
     RecordingTransport,
@@ -21,6 +20,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.simulation.transport import SimulatedTransport
 
 BATCH = tiny_batch()
 HIDDEN_BYTES = 2 * 8 * 32 * 2

@@ -10,8 +10,8 @@ import torch
 from hf_pyao import Offloader, attach
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, OldestFirst, Reversed
 from hf_pyao.errors import ConfigError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, Stack, gradients_of, linear_relu, tiny_batch, tiny_model
+from tests.helpers.simulation.transport import SimulatedTransport
 
 CONFIGS = {
     "meeting": EVERY_LAYER,

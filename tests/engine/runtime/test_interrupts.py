@@ -23,9 +23,9 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.attachment import offloader_of
 from hf_pyao.engine.codecs.narrow import NarrowCodec
 from hf_pyao.engine.stores import HostPool
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, autocasting, gradients_of
 from tests.helpers.interrupts import Interrupter, Line, destructors_watched
+from tests.helpers.simulation.transport import SimulatedTransport
 
 POINTWISE = replace(EVERY_LAYER, recompute_modules=("pointwise",), window=2**20)
 

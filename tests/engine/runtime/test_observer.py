@@ -14,9 +14,9 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.observer import OVERHEADS, Observer
 from hf_pyao.engine.runtime.timeline import Span, StepTimeline
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, EVERYTHING, tiny_batch, tiny_model
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 
 class Notes(Observer):

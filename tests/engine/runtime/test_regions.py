@@ -19,7 +19,6 @@ from torch import nn
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
     FunctionLayer,
@@ -29,6 +28,7 @@ from tests.helpers import (
     gradients_of,
     linear_relu,
 )
+from tests.helpers.simulation.transport import SimulatedTransport
 
 Step = Callable[[FunctionLayer, torch.Tensor, torch.Tensor], torch.Tensor]
 

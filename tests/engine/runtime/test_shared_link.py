@@ -11,9 +11,9 @@ import torch
 from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.engine.transfer.test_run_ahead import SLOT_BYTES, FarAhead, batch, stack
 from tests.helpers import EVERY_LAYER, gradients_of
+from tests.helpers.simulation.transport import SimulatedTransport
 
 WINDOW = 4 * SLOT_BYTES
 CONFIG = replace(EVERY_LAYER, window=WINDOW)

@@ -18,7 +18,6 @@ from hf_pyao import attach
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.stores.host_pool import HostBuffer
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES, MIN_SLAB_BYTES
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
     assert_same_tensors,
@@ -26,6 +25,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.simulation.transport import SimulatedTransport
 
 MIB = 2**20
 

@@ -14,7 +14,6 @@ from hf_pyao.engine.stores import HOST_FULL, HostPool, Store
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.engine.transfer.transport import BlockingTransport, Transport
-from hf_pyao.tools.simulation.transport import SimulatedTicket, SimulatedTransport
 from tests.engine.stores.shared_memory import SharedMemoryStore
 from tests.helpers import (
     EVERYTHING,
@@ -24,6 +23,7 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
+from tests.helpers.simulation.transport import SimulatedTicket, SimulatedTransport
 
 WINDOW_BYTES = 4096
 CONFIG = replace(EVERYTHING, window=WINDOW_BYTES)

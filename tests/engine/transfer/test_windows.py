@@ -6,8 +6,8 @@ from typing import Any
 
 from hf_pyao import attach
 from hf_pyao.engine.runtime.observer import Observer
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.transport import SimulatedTransport
 
 
 class Ahead(Observer):

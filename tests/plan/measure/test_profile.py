@@ -19,9 +19,9 @@ from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.measure.profile import MOST_UNCOUNTED, StepProfiler
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 
 def step(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -31,9 +31,9 @@ from hf_pyao.plan.step.step_program import FORWARD, Operation, Segment, StepProg
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.simulated_step import simulate_step
 from hf_pyao.tools.report.views.plan_view import plan_view
 from tests.helpers.hardware import HARDWARE
+from tests.helpers.simulation.simulated_step import simulate_step
 
 NUM_LAYERS = 16
 FREE = LeverRoom(segments=True, attention=True)

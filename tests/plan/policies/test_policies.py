@@ -29,8 +29,8 @@ from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OVER_BUDGET, OffloadBudget
 from hf_pyao.plan.policies.by_name import POLICIES
 from hf_pyao.plan.policies.plan_policy import PLANNED, PlanPolicy
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.transport import SimulatedTransport
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from hf_pyao.plan.step.step_program import (
     Segment,
     StepProgram,
 )
-from hf_pyao.tools.estimate.replayed_step import replay_step
+from tests.helpers.simulation.replayed_step import replay_step
 
 LINK = LinkModel(d2h_gib_per_s=10.0, h2d_gib_per_s=10.0)
 GATHER, REDUCE = Collective(GIB, is_gather=True), Collective(2 * GIB, is_gather=False)

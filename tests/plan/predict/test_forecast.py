@@ -26,9 +26,9 @@ from hf_pyao.plan.predict.calibration import times_of
 from hf_pyao.plan.predict.forecast import Forecast, ForecastError
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.recorded_step import RecordedStep
-from hf_pyao.tools.simulation.device import SimulatedDevice
-from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.transport import SimulatedTransport
 
 SPEEDS = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=5.0, launch_us=2.0)
 LINK = LinkModel(d2h_gib_per_s=0.5, h2d_gib_per_s=0.7)

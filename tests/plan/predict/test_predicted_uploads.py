@@ -32,7 +32,7 @@ from hf_pyao.plan.step.step_program import (
 from hf_pyao.plan.step.streamed_step import block_bytes, streamed_layers, with_streamed_blocks
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
+from tests.helpers.simulation.replayed_step import replay_step
 
 UNIT = 512
 """Weights start at multiples of so many bytes."""

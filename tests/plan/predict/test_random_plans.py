@@ -20,8 +20,8 @@ from hf_pyao.plan.solve.planner import Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
-from hf_pyao.tools.estimate.simulated_step import simulate_step
+from tests.helpers.simulation.replayed_step import replay_step
+from tests.helpers.simulation.simulated_step import simulate_step
 from tests.plan.predict.test_architectures import SHAPES, WIDTH
 from tests.plan.predict.test_predict import check_lifetimes
 from tests.plan.solve.test_lossy_plans import hardware_of

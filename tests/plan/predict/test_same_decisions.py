@@ -39,10 +39,10 @@ from hf_pyao.plan.step.step_program import (
     SlotUse,
     StepProgram,
 )
-from hf_pyao.tools.estimate.replayed_step import replay_step
-from hf_pyao.tools.simulation.clocked_transport import ClockedTransport
-from hf_pyao.tools.simulation.virtual_link import VirtualLink
 from tests.helpers import Stack
+from tests.helpers.simulation.clocked_transport import ClockedTransport
+from tests.helpers.simulation.replayed_step import replay_step
+from tests.helpers.simulation.virtual_link import VirtualLink
 
 HOSTS = (
     FAR_AHEAD,

@@ -21,8 +21,8 @@ from hf_pyao.plan.step.step_program import ROW_STATISTIC, SlotUse
 from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.simulated_step import SimulatedStep, simulate_step
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.simulated_step import SimulatedStep, simulate_step
 
 WINDOW_BYTES = 2**20
 MIN_BYTES = 4096

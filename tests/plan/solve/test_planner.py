@@ -31,8 +31,8 @@ from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
 from tests.helpers.lora_steps import lora_step
+from tests.helpers.simulation.replayed_step import replay_step
 
 WINDOW = 64 * 2**20
 MIN_BYTES = 65536

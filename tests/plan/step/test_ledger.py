@@ -17,7 +17,7 @@ from hf_pyao.engine.stores import HostPool
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.tools import simulation
 from hf_pyao.tools.simulation.late_transport import LateTransport
-from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers.simulation.transport import SimulatedTransport
 
 KIB = 1024
 

@@ -19,8 +19,8 @@ from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import block_bytes, streamed_layers, with_streamed_blocks
 from hf_pyao.plan.weights.choice import ChosenStreaming, StreamingChoice
 from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
-from hf_pyao.tools.estimate.replayed_step import replay_step
 from tests.helpers.lora_steps import lora_step
+from tests.helpers.simulation.replayed_step import replay_step
 
 DEVICE = find_hardware("rtx4070").device
 WINDOW = 2**28

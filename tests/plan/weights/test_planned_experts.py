@@ -23,9 +23,9 @@ from hf_pyao.plan.weights.first_residents import first_residents
 from hf_pyao.plan.weights.weight_plan import weight_plan_of
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.replayed_step import replay_step
 from tests.helpers import enable_checkpointing, tiny_batch
 from tests.helpers.adapters import with_adapters
+from tests.helpers.simulation.replayed_step import replay_step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft

@@ -6,11 +6,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_pyao.plan.documents.bench import BenchRow
 from hf_pyao.plan.documents.schema import to_plain
+from hf_pyao.tools.bench.peers import Installed
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
 
 
@@ -28,6 +34,16 @@ def misbehave(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]
             sys.exit(7)
         row = BenchRow(method=trial.method, label=str(os.getpid()), micro_batch=trial.micro_batch)
         connection.send(("row", to_plain(row)))
+
+
+@contextmanager
+def halved_saved_tensors(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Install a method with wrong gradients, which ``module:function`` names."""
+
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor / 2 if tensor.is_floating_point() else tensor
+
+    yield Installed(step=lambda: saved_tensors_hooks(halved, lambda tensor: tensor))
 
 
 def break_down(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:

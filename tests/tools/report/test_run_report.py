@@ -179,7 +179,7 @@ def test_a_missing_key_is_refused_by_name() -> None:
     [
         ("{", "is not valid JSON"),
         ("[1]", "holds a JSON list; expected an object"),
-        ("{}", "has kind None; known: run, bench, board, facts"),
+        ("{}", "has kind None; known: run, bench, facts"),
         ('{"kind": "rum"}', r"has kind 'rum'; did you mean 'run'\?"),
     ],
 )

@@ -196,8 +196,7 @@ def family_of(method: str) -> Family:
         return NOTHING
     if method.startswith(("pyao", "policy")):
         return OURS
-    recomputing = ("checkpoint", "deepspeed", "sac", "memory-budget", "liger", "unsloth")
-    return RECOMPUTE if method.startswith(recomputing) else OFFLOAD
+    return RECOMPUTE if method.startswith(("checkpoint", "deepspeed")) else OFFLOAD
 
 
 def need_matplotlib() -> None:

@@ -16,8 +16,8 @@ from hf_pyao.plan.predict.predict import StepPlan, StepWalk
 from hf_pyao.plan.predict.step_clock import StepClock
 from hf_pyao.plan.step.prediction import Rebuild
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.simulated_step import SimulatedStep
-from hf_pyao.tools.simulation.virtual_link import Booking, VirtualLink
+from tests.helpers.simulation.simulated_step import SimulatedStep
+from tests.helpers.simulation.virtual_link import Booking, VirtualLink
 
 
 def replay_step(

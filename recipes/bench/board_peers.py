@@ -1,8 +1,8 @@
-"""Further methods of others, which the board has beside those of ``peers.py``.
+"""Further methods of others, which the board has beside those of ``pyao bench``.
 
 Selective checkpointing and memory budgets of torch, tiles and losses of DeepSpeed and Liger,
-Unsloth's checkpointing, libraries that stream weights, and zeroth order. Each is installed by its
-documented entry, with its defaults where it has some.
+Unsloth's checkpointing, Transformer Engine, libraries that stream weights, and zeroth order. Each
+is installed by its documented entry, with its defaults where it has some.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from bench.board_trial import OtherAlgorithm
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.tools.bench.peers import (
-    MEMORY_BUDGET,
     Installed,
     MethodUnavailable,
     checkpointing,
@@ -28,12 +29,61 @@ from hf_pyao.tools.bench.peers import (
     need_package,
 )
 
+MEMORY_BUDGET = 0.5
+"""Of method ``memory-budget``: the share of what a compiled layer would save (1: all)."""
+
 NUM_TILES = 4
 """Tiles of an MLP, and of a loss: as many for each method."""
 
+PEERS: Mapping[str, str] = MappingProxyType(
+    {
+        "transformer-engine": "Transformer Engine, default",
+        "sac": "torch selective checkpointing, products and attention saved",
+        "memory-budget": f"torch activation_memory_budget {MEMORY_BUDGET:g}, layers compiled",
+        "deepspeed-tiled-mlp": "DeepSpeed TiledMLP",
+        "deepspeed-tiled-loss": "DeepSpeed TiledFusedLogitsLoss",
+        "liger-loss": "Liger fused linear cross-entropy",
+        "liger-tiled-mlp": "Liger tiled MLP",
+        "unsloth": "Unsloth's offloaded checkpointing",
+        "ramtorch": "RamTorch OffloadModel, window 2",
+        "block-streamer": "BlockStreamer StreamedModel",
+        "trainstream": "TrainStream, no quantisation",
+        "mezo": "MeZO as published, weights on the device",
+        "zeroth-order": "hf_pyao, zeroth order, layers visit",
+        "roundpipe": "RoundPipe, synchronous",
+    }
+)
+"""Name on the board -> label. The function that installs it has the name with underscores."""
+
 
 @contextmanager
-def selective_checkpoint(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+def transformer_engine(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Offload all layers but the last by Transformer Engine's default schedule."""
+    need_package("transformer_engine", "Transformer Engine")
+    if device.type != "cuda":
+        raise MethodUnavailable(f"Transformer Engine needs a CUDA device; this one is {device}")
+    te = importlib.import_module("transformer_engine.pytorch")
+    layers = layers_of(model)
+    context, synchronise = te.get_cpu_offload_context(
+        enabled=True, num_layers=len(layers) - 1, model_layers=len(layers)
+    )
+
+    def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                outputs = forward(*args, **kwargs)
+            if isinstance(outputs, tuple):
+                return (synchronise(outputs[0]), *outputs[1:])
+            return synchronise(outputs)
+
+        return run
+
+    with _replaced_forwards({layer: offloaded(layer.forward) for layer in layers}):
+        yield Installed(step=nullcontext)
+
+
+@contextmanager
+def sac(model: nn.Module, device: torch.device) -> Iterator[Installed]:
     """Checkpoint each layer, but save the results of matrix products and attention."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -309,7 +359,7 @@ def mezo(model: nn.Module, device: torch.device) -> Iterator[Installed]:
         return loss
 
     with _same_weights(model):
-        yield Installed(
+        yield OtherAlgorithm(
             step=nullcontext,
             run=run,
             algorithm=ZEROTH_ORDER,
@@ -332,7 +382,7 @@ def zeroth_order(model: nn.Module, device: torch.device) -> Iterator[Installed]:
         streamed = {id(weight.ref()) for block in made.blocks for weight in block.weights}
         staying = sum(p.nbytes for p in model.parameters() if id(p) not in streamed)
         slots = NUM_SLOTS * max(block.nbytes for block in made.blocks)
-        yield Installed(
+        yield OtherAlgorithm(
             step=nullcontext, run=run, algorithm=ZEROTH_ORDER, device_weight_bytes=staying + slots
         )
 

@@ -1,6 +1,6 @@
 """A simulated device: charges each operation to a virtual clock, and counts every live byte.
 
-With :class:`~hf_pyao.tools.simulation.transport.SimulatedTransport` it answers, on any machine and
+With :class:`~tests.helpers.simulation.transport.SimulatedTransport` it answers, on any machine and
 exactly repeatably, how long a training step would take on given hardware and what its memory peak
 would be, whatever of that is hf_pyao's doing and whatever is the model's.
 """
@@ -17,7 +17,7 @@ from hf_pyao.engine.transfer.tiers import Tiers
 from hf_pyao.plan.hardware.operation_costs import cost_of
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
-from hf_pyao.tools.simulation.virtual_link import VirtualLink
+from tests.helpers.simulation.virtual_link import VirtualLink
 
 
 class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
@@ -38,6 +38,9 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
             model(**batch).loss.backward()
         device.link.finish(), device.ledger.peak_bytes
     """
+
+    only_watches = True
+    """Read by the engine, which has no second run under a mode that may change operations."""
 
     def __init__(
         self,

@@ -4,8 +4,7 @@ On a GPU a missing wait shows up once in a thousand steps. :class:`SimulatedTran
 tensors and behaves like the worst pair of streams that could exist: a copy completes as late as the
 waits allow, or at any earlier moment, as a seeded schedule draws. Until then its target holds
 poison, and its source is watched. The engine cannot tell it from a real transport, so a test that
-passes under many seeds shows that every wait is there. It ships with the package because users'
-own tests may want it.
+passes under many seeds shows that every wait is there.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.layout import bytes_of
 from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import Bandwidth, LinkTimes
-from hf_pyao.errors import PyAOError
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
-from hf_pyao.tools.simulation.virtual_link import Booking, VirtualLink
+from tests.helpers.simulation.virtual_link import Booking, VirtualLink
 
 POISON_BYTE = 0xFF
 """NaN in every floating dtype, -1 in signed integers, and no valid bool."""
@@ -45,10 +43,8 @@ def _outside_of_modes() -> AbstractContextManager[object]:
 _NO_MODES = nullcontext()
 
 
-class SimulatedRaceError(PyAOError, RuntimeError):
+class SimulatedRaceError(RuntimeError):
     """A copy read or wrote memory that was no longer its own."""
-
-    key = "simulated-race"
 
 
 @dataclass(eq=False)
@@ -97,7 +93,7 @@ class SimulatedTransport:
         copy_streams: 2 has a queue for each direction, 1 a single one; 0 copies at once, as on
             the compute stream.
         link: speeds of the virtual link; times are then in the metrics, on a virtual clock that
-            :class:`~hf_pyao.tools.simulation.device.SimulatedDevice` advances.
+            :class:`~tests.helpers.simulation.device.SimulatedDevice` advances.
         host: how far the host runs ahead of that clock.
 
     Raises:

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_pyao.cli import main
+from bench import board, board_peers
+from bench.board_peers import PEERS, _replaced_forwards, _same_attributes
+from bench.board_report import BoardEntry, BoardReport, board_view, rows_of
+from bench.board_trial import BoardBench, largest_error, peak_of_step
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchRow
-from hf_pyao.plan.documents.board import BoardEntry, rows_of
-from hf_pyao.tools.bench import board
-from hf_pyao.tools.bench.arguments import INTERRUPTED
-from hf_pyao.tools.bench.measure import Bench, largest_error
-from hf_pyao.tools.bench.methods import known_methods
+from hf_pyao.tools.bench.arguments import SMOKE_MODEL
+from hf_pyao.tools.bench.measure import Bench
+from hf_pyao.tools.bench.methods import find_method, known_methods
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
-from hf_pyao.tools.bench.step_memory import peak_of_step
-from hf_pyao.tools.bench.worker import run_trial
-from hf_pyao.tools.report.kinds import figure_of, read_document
-from hf_pyao.tools.report.plots.look import Look
-from hf_pyao.tools.report.tables import markdown_of
+from hf_pyao.tools.bench.worker import make_bench, run_trial
+from hf_pyao.tools.estimate.model_specs import parse_model
+from hf_pyao.tools.report.tables import markdown_of_view
 from tests.helpers.documents import make_row
+from tests.recipes.conftest import RECIPES
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
+@pytest.fixture(scope="session")
+def setup() -> BenchSetup:
+    """One warm-up step and two timed ones of a model of two layers."""
+    return BenchSetup(
+        model=parse_model(SMOKE_MODEL),
+        sequence_length=16,
+        dtype="float32",
+        device="cpu",
+        num_warmup=1,
+        num_steps=2,
+    )
+
+
+@pytest.fixture
+def bench(setup: BenchSetup) -> Bench:
+    return make_bench(setup, BoardBench)
+
+
+def measured(bench: Bench, name: str, micro_batch: int = 2) -> BenchRow:
+    return run_trial(bench, Trial(method=board.harness_name(name), micro_batch=micro_batch))
+
+
 def entry(number: int, position: int, method: str, peak_mib: int = 8, **changes: Any) -> BoardEntry:
-    row = make_row(method, 10.0 + number, None, step_peak_bytes=peak_mib * MIB, **changes)
+    figures = {"step_peak_bytes": peak_mib * MIB, "gradient_error": 0.0, **changes}
+    row = make_row(method, 10.0 + number, None, **figures)
     return BoardEntry(round=number, position=position, row=row)
 
 
@@ -73,8 +98,7 @@ def test_checkpointing_needs_less_for_a_step_and_saved_copies_on_the_host_do_not
     bench: Bench,
 ) -> None:
     rows = {
-        name: run_trial(bench, Trial(method=name, micro_batch=4, compares_values=True))
-        for name in ("none", "checkpoint", "save-on-cpu")
+        name: measured(bench, name, micro_batch=4) for name in ("none", "checkpoint", "save-on-cpu")
     }
     peaks = {name: row.step_peak_bytes for name, row in rows.items()}
     assert all(row.status == OK for row in rows.values()), rows
@@ -107,7 +131,7 @@ def test_a_method_with_wrong_gradients_is_told_by_how_much(
         return to_host(tensor * 1.25 if tensor.is_floating_point() else tensor)
 
     monkeypatch.setattr(peers, "_to_host", wrong)
-    row = run_trial(bench, Trial(method="save-on-cpu", micro_batch=2, compares_values=True))
+    row = measured(bench, "save-on-cpu")
     assert row.gradient_error is not None
     assert row.gradient_error > 0.1
 
@@ -115,16 +139,65 @@ def test_a_method_with_wrong_gradients_is_told_by_how_much(
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_layers_with_a_budget_save_less_and_sum_in_another_order(bench: Bench) -> None:
-    trials = [
-        Trial(method=name, micro_batch=4, compares_values=True)
-        for name in ("none", "memory-budget", "none")
-    ]
-    none, budget, again = [run_trial(bench, trial) for trial in trials]
+    none, budget, again = (measured(bench, name, 4) for name in ("none", "memory-budget", "none"))
     assert (budget.status, budget.reason) == (OK, "")
     assert budget.gradient_error is not None
     assert budget.gradient_error < 1e-5
     assert budget.step_peak_bytes < none.step_peak_bytes  # type: ignore[operator]
     assert again.gradient_digest == none.gradient_digest  # nothing stays compiled
+
+
+@pytest.mark.parametrize("method", ["mezo", "zeroth-order"])
+def test_another_algorithm_is_told_and_leaves_the_weights_as_they_were(
+    bench: Bench, method: str
+) -> None:
+    before = {name: p.detach().clone() for name, p in bench.model.named_parameters()}
+    row = measured(bench, method)
+    assert (row.status, row.reason, row.algorithm) == (OK, "", "zeroth order")
+    assert row.gradient_digest is None
+    assert row.gradient_error is None
+    assert row.step_peak_bytes
+    total = sum(p.nbytes for p in bench.model.parameters())
+    # The model's two layers are in two slots, whose weights are aligned.
+    assert row.device_weight_bytes == pytest.approx(total, rel=0.05 * (method != "mezo"))
+    for name, p in bench.model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def test_transformer_engine_wraps_each_layer_and_synchronises_behind_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    asked: dict[str, Any] = {}
+
+    class Offloading:
+        def __enter__(self) -> None:
+            log.append("enter")
+
+        def __exit__(self, *exc_info: object) -> None:
+            log.append("exit")
+
+    def synchronise(tensor: torch.Tensor) -> torch.Tensor:
+        log.append("synchronise")
+        return tensor
+
+    def get_cpu_offload_context(**options: Any) -> tuple[Offloading, Callable[..., Any]]:
+        asked.update(options)
+        return Offloading(), synchronise
+
+    package = ModuleType("transformer_engine")
+    package.pytorch = ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]
+    package.pytorch.get_cpu_offload_context = get_cpu_offload_context
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package.pytorch)
+    monkeypatch.setattr(board_peers, "need_package", lambda name, title: None)
+    install = find_method(board.harness_name("transformer-engine")).install
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with install(bench.model, torch.device("cuda", 0)) as installed, installed.step():
+        bench.model(input_ids=ids, labels=ids).loss.backward()
+    assert asked == {"enabled": True, "num_layers": 1, "model_layers": 2}
+    assert log == ["enter", "exit", "synchronise"] * 2
+    assert not any("forward" in vars(module) for module in bench.model.modules())
 
 
 # ---- rounds and rows ---------------------------------------------------------------------------------
@@ -134,10 +207,7 @@ def test_a_row_has_the_spread_of_its_rounds() -> None:
     entries = [
         *(entry(number, 0, "none", 10) for number in range(3)),
         *(entry(number, 1, "less", 4 + number) for number in range(3)),
-        *(
-            entry(number, 2, "wrong", gradient_digest="bbbb", gradient_error=0.25 * number)
-            for number in range(3)
-        ),
+        *(entry(number, 2, "wrong", gradient_error=0.25 * number) for number in range(3)),
         refused("missing"),
     ]
     none, less, wrong, missing = rows_of(entries, ["none", "less", "wrong", "missing", "not run"])
@@ -163,13 +233,12 @@ class Trials:
         self._interrupt_after = interrupt_after
 
     def __call__(
-        self, setup: BenchSetup, trials: Sequence[Trial], *, timeout_s: float
+        self, setup: BenchSetup, trials: Sequence[Trial], *, timeout_s: float, server: str
     ) -> Iterator[BenchRow]:
         for trial in trials:
-            assert trial.compares_values
             if len(self.ran) == self._interrupt_after:
                 raise KeyboardInterrupt
-            self.ran.append(trial.method)
+            self.ran.append(trial.method.removeprefix("bench.board_peers:"))
             refuses = trial.method in self._refuses
             yield refused(trial.method).row if refuses else entry(0, 0, trial.method).row
 
@@ -204,33 +273,27 @@ def test_an_interrupt_leaves_what_was_done(
 ) -> None:
     monkeypatch.setattr(board, "run_trials", Trials(interrupt_after=3))
     path = tmp_path / "board.json"
-    argv = ["bench", "--board", "--smoke", "--device", "cpu", "--output", str(path)]
-    assert main(argv) == INTERRUPTED
-    assert len(read_document(path).entries) == 3
+    argv = ["--smoke", "--device", "cpu", "--output", str(path)]
+    assert board.main(argv) == board.INTERRUPTED
+    assert len(BoardReport.from_json_file(path).entries) == 3
 
 
 def test_the_board_has_every_method_that_one_would_train_with() -> None:
-    methods = board.board_methods(tuple(known_methods()))
+    methods = board.board_methods()
     assert methods[0] == "none"
-    assert set(known_methods()) - set(methods) == board.NOT_ON_THE_BOARD
-    ours = [name for name in methods if name.startswith("pyao")]
-    assert len(set(methods) - set(ours)) >= 19
+    assert {*known_methods(), *PEERS} - {*methods} == board.NOT_ON_THE_BOARD
+    for name in methods:
+        assert find_method(board.harness_name(name)).install, name
 
 
 @pytest.mark.parametrize(
-    ("flags", "keyword"),
-    [
-        (["--board", "--find-largest"], "--find-largest"),
-        (["--board", "--gradients", "release"], "--gradients"),
-        (["--rounds", "2"], "--board"),
-        (["--board", "--rounds", "0"], "--rounds"),
-    ],
+    "flags", [["--find-largest"], ["--gradients", "release"], ["--rounds", "-1"]]
 )
-def test_options_that_do_not_go_together(
-    flags: list[str], keyword: str, capsys: pytest.CaptureFixture[str]
+def test_options_that_the_board_has_no_use_for(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "--smoke", "--device", "cpu", *flags]) != 0
-    assert keyword in capsys.readouterr().err
+    assert board.main(["--smoke", "--device", "cpu", *flags]) == 2
+    assert flags[0] in capsys.readouterr().err
 
 
 # ---- the page ----------------------------------------------------------------------------------------
@@ -238,41 +301,30 @@ def test_options_that_do_not_go_together(
 
 def test_the_page_says_what_ran_and_what_did_not(setup: BenchSetup, trials: Trials) -> None:
     report = board.run_board(setup, ["checkpoint", "trl-streams"], micro_batch=2, num_rounds=2)
-    text = markdown_of(report)
+    text = markdown_of_view(board_view(report))
     assert "| none | reference |" in text
     assert "| checkpoint | equal bits |" in text
     assert "trl-streams: cannot run here. it is not installed." in text
     assert "say nothing about a GPU" in text
 
 
-@pytest.mark.parametrize("look", [Look(), Look(is_dark=True, is_narrow=True)])
-def test_its_plot_has_a_point_or_a_bar_for_each_measured_method(
-    setup: BenchSetup, trials: Trials, look: Look
-) -> None:
-    pytest.importorskip("matplotlib")
-    report = board.run_board(setup, ["checkpoint", "trl-streams"], micro_batch=2, num_rounds=2)
-    figure = figure_of(report, look)
-    assert figure is not None
-    axes = figure.axes[0]
-    shown = " ".join(text.get_text() for text in (*axes.texts, *axes.get_yticklabels()))
-    assert "checkpoint" in shown
-    assert "trl-streams" not in shown
+def test_it_is_written_and_read_back(setup: BenchSetup, trials: Trials, tmp_path: Path) -> None:
+    path = tmp_path / "board.json"
+    report = board.run_board(setup, ["checkpoint"], micro_batch=2, num_rounds=2, output=path)
+    assert BoardReport.from_json_file(path) == report
 
 
 @pytest.mark.thorough
 def test_its_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "board.json"
-    argv = ["bench", "--board", "--smoke", "--device", "cpu", "--output", str(path)]
-    assert main(argv) == 0
-    rows = {row.method: row for row in read_document(path).rows}
+    assert board.main(["--smoke", "--device", "cpu", "--output", str(path)]) == 0
+    rows = {row.method: row for row in BoardReport.from_json_file(path).rows}
     for method in ("checkpoint", "sac", "save-on-cpu", "pyao-window"):
         assert rows[method].gradients == "equal bits", rows[method]
     assert rows["trl-streams"].status == UNAVAILABLE
 
 
 def test_modules_are_put_back_after_a_patch() -> None:
-    from hf_pyao.tools.bench.board_peers import _replaced_forwards, _same_attributes
-
     model = nn.Sequential(nn.Linear(2, 2))
     before = dict(vars(model[0]))
     with _same_attributes(model), _replaced_forwards({model[0]: lambda x: x * 2}):
@@ -283,7 +335,7 @@ def test_modules_are_put_back_after_a_patch() -> None:
 
 @pytest.mark.parametrize("name", ["board_cpu", "board_zeroth_order_cpu"])
 def test_the_page_has_the_board_of_the_result_file(name: str) -> None:
-    page = Path(board.__file__).with_name("README.md").read_text(encoding="utf-8")
-    result = Path(__file__).parents[3] / "recipes" / "results" / f"{name}.json"
+    page = (RECIPES.parent / "hf_pyao" / "tools" / "bench" / "README.md").read_text("utf-8")
+    result = BoardReport.from_json_file(RECIPES / "results" / f"{name}.json")
     shown = page.split(f"{name}.json -->\n")[1].split("<!-- end of board -->")[0]
-    assert shown.strip() == markdown_of(read_document(result)).partition("\n\n")[2].strip()
+    assert shown.strip() == markdown_of_view(board_view(result)).partition("\n\n")[2].strip()

@@ -9,8 +9,8 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.tools.estimate.fake_step import FakeTraining, check_head_loss
-from hf_pyao.tools.simulation.clocked_transport import ClockedTransport
-from hf_pyao.tools.simulation.device import SimulatedDevice
+from tests.helpers.simulation.clocked_transport import ClockedTransport
+from tests.helpers.simulation.device import SimulatedDevice
 
 
 @dataclass(frozen=True)

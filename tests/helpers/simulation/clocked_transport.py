@@ -15,7 +15,7 @@ from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import Bandwidth, BlockingTransport, DoneTicket, LinkTimes
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
-from hf_pyao.tools.simulation.virtual_link import Booking, VirtualLink
+from tests.helpers.simulation.virtual_link import Booking, VirtualLink
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class ClockedTicket(DoneTicket):
 class ClockedTransport(BlockingTransport):
     """Copies whose times are a virtual link's; bytes are copied at once.
 
-    With :class:`~hf_pyao.tools.simulation.device.SimulatedDevice` a step on fake tensors has the
+    With :class:`~tests.helpers.simulation.device.SimulatedDevice` a step on fake tensors has the
     time and the peak of given hardware. When bytes are valid is what
-    :class:`~hf_pyao.tools.simulation.transport.SimulatedTransport` watches, on real tensors.
+    :class:`~tests.helpers.simulation.transport.SimulatedTransport` watches, on real tensors.
 
     Args:
         link: speeds.

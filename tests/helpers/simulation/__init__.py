@@ -1,0 +1,1 @@
+"""A device that is not there: its waits, its clock and its memory, the same on every machine."""
