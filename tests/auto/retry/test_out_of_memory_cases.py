@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
-from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.runtime.policy import OffloadAll, RecomputeSelected
 from hf_pyao.errors import PyAOError
 from hf_pyao.tools.simulation.transport import SimulatedTransport
@@ -158,26 +157,6 @@ def test_recomputing_is_what_the_second_try_does() -> None:
         assert offloader.metrics()["recomputed_bytes"] > 0
         # Beside the layers' inputs nothing but what cannot be computed again leaves.
         assert offloader.metrics()["offloaded_bytes"] < offloader.metrics()["recomputed_bytes"]
-
-
-@pytest.mark.thorough
-def test_a_tightening_of_ones_own_is_asked() -> None:
-    asked = []
-
-    class Own:
-        def tighter(self, error: torch.OutOfMemoryError) -> str | None:
-            asked.append(str(error))
-            return "nothing else is done" if len(asked) < 3 else None
-
-    own = Own()
-    assert isinstance(own, Tightening)
-    model = plant(tiny_model("llama"), Bomb(1, 2, 4, 5, 6))
-    with attach(model, EVERYTHING) as offloader:
-        offloader.micro_batches.tightening = own
-        offloader.run_micro_batch(lambda: step(model))
-        assert len(asked) == 2
-        with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter"):
-            offloader.run_micro_batch(lambda: step(model))
 
 
 def test_one_that_never_ends_is_ended() -> None:

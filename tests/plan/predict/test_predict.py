@@ -1,6 +1,6 @@
 """The predictor against the simulator, which runs the real engine.
 
-They share the table of costs and the schedule, which ``test_same_decisions`` judges.
+They share the table of costs and the schedule.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from hf_pyao import PyAOConfig
+from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
@@ -452,6 +453,12 @@ def test_a_host_in_step_lets_go_earlier_and_reads_less_in_place() -> None:
     ahead, in_step = (CASES[0].predicted(SLOW, host) for host in (FAR_AHEAD, IN_STEP))
     assert in_step.peak_bytes <= ahead.peak_bytes
     assert in_step.read_in_place_bytes < ahead.read_in_place_bytes
+
+
+@pytest.mark.parametrize("bad", [{"op_ms": -1.0}, {"op_ms": float("inf")}, {"queue_limit": -1}])
+def test_a_host_that_makes_no_sense_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(bad))} is "):
+        HostModel(**bad)  # type: ignore[arg-type]
 
 
 def test_a_slow_host_sets_the_time() -> None:
