@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
 from hf_pyao.engine.runtime.policy import OffloadAll, RecomputeSelected
@@ -29,6 +30,7 @@ from tests.helpers import (
     assert_same_tensors,
     gradients_of,
     linear_relu,
+    num_hooks,
     tiny_batch,
     tiny_model,
 )
@@ -192,10 +194,24 @@ def test_every_wait_is_there_under_each_rung(seed: int, window: int | str) -> No
 # ---- the end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, OFF, replace(EVERYTHING, head_loss="chunked")])
-def test_without_room_at_all_it_ends_and_plain_training_goes_on(config: PyAOConfig) -> None:
-    model = tiny_model("gpt2", dropout=0.1)
-    expected = gradients(model_type="gpt2")
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gpt2", EVERYTHING),
+        ("gpt2", OFF),
+        ("gpt2", replace(EVERYTHING, head_loss="chunked")),
+        ("llama", replace(EVERY_LAYER, checkpoint_every=2, mlp_tiles=2)),
+        ("llama", replace(EVERY_LAYER, checkpoint_every=2, checkpoint_nested=True)),
+    ],
+)
+@pytest.mark.sampled(every=1)
+def test_without_room_at_all_it_ends_and_plain_training_goes_on(
+    model_type: str, config: PyAOConfig
+) -> None:
+    model = tiny_model(model_type, dropout=0.1)
+    expected = gradients(model_type=model_type)
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    hooks = num_hooks(model)
     faults = MemoryFaults(EVER)
 
     def micro_batch() -> None:
@@ -219,6 +235,9 @@ def test_without_room_at_all_it_ends_and_plain_training_goes_on(config: PyAOConf
     assert_same_tensors(gradients_of(model), before, "as before it")
     assert torch.equal(torch.get_rng_state(), state)
     offloader.detach()
+    assert num_hooks(model) == hooks
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    assert _len_torch_dispatch_stack() == 0
     model.zero_grad()
     torch.manual_seed(3)
     step(model, tiny_batch(0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from random import Random
+from typing import Any
 
 import pytest
 import transformers
@@ -21,6 +23,7 @@ from hf_pyao.plan.predict.speed_range import (
     steadiest,
     worst_regret,
 )
+from hf_pyao.plan.solve import planner as planner_module
 from hf_pyao.plan.solve.planner import (
     COSTLY,
     FIRST_CHECKPOINTED,
@@ -194,6 +197,44 @@ def test_the_least_worst_case_is_what_brute_force_finds() -> None:
         assert chosen in safe
         assert regrets[chosen] <= least + SAME_REGRET + 1e-12
         assert worst_regret(chosen, times, likely, at) == pytest.approx(regrets[chosen])
+
+
+def test_links_between_are_tried_where_every_plan_loses_somewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Plans by name, with their times at the slowest, the given and the fastest likely ratio. The
+    # plain ways take 100, 100, 90; "slow" loses 6 % at the fast end, "given" 8 % at the slow one.
+    slow, fast = OFF_BY_30_PERCENT
+    where = (slow, 1.0, fast)
+    first_between = math.sqrt(slow)
+    times = {
+        "plain": (100, 100, 100),
+        "fast plain": (150, 105, 90),
+        "given": (108, 88, 88),
+        "slow": (96, 96, 95.4),
+        "middle": (97, 93, 93),  # still loses 3.3 % at the fast end
+        "best": (101, 91, 91.5),
+    }
+    asked = []
+
+    def made(ratio: float, limit_bytes: float, ways: list[str]) -> str:
+        asked.append(ratio)
+        return "middle" if ratio == first_between else "best"
+
+    planner: Any = planner_of(small_opt(3), speed_ratios=(slow, 1.0, fast))
+    monkeypatch.setattr(planner, "step_ms_at", lambda name, r: times[name][where.index(r)])
+    monkeypatch.setattr(planner, "_best_at", made)
+    monkeypatch.setattr(planner_module, "_rank", lambda name: (times[name][1],))
+    found = ["plain", "fast plain", "given", "slow"]
+    chosen = planner._steadiest([*found], ["plain", "fast plain"], [], 1.0)
+    assert chosen == "best"
+    assert asked == [first_between, math.sqrt(first_between)], "between that and the given one"
+    asked.clear()
+    assert planner._steadiest([*found, "best"], ["plain", "fast plain"], [], 1.0) == "best"
+    assert not asked, "it loses nowhere, so that nothing else is tried"
+    times["middle"] = (104, 91, 91)  # loses at the slow end instead
+    planner._steadiest([*found], ["plain", "fast plain"], [], 1.0)
+    assert asked == [first_between, math.sqrt(slow * first_between)]
 
 
 def test_plans_for_speeds_that_were_measured_look_at_a_slower_link_where_they_are_costly() -> None:
