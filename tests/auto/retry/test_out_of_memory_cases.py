@@ -148,19 +148,6 @@ def test_the_plan_becomes_tighter_step_by_step_and_stays(caplog: pytest.LogCaptu
     assert "recomputed" in warnings[1]
 
 
-@pytest.mark.thorough
-def test_recomputing_is_what_the_second_try_does() -> None:
-    model = plant(tiny_model("llama", dropout=0.1), Bomb(1))
-    expected = gradients()
-    with attach(model, EVERY_LAYER) as offloader:
-        torch.manual_seed(3)
-        offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
-        assert_same_tensors(gradients_of(model), expected, "recomputed")
-        assert offloader.metrics()["recomputed_bytes"] > 0
-        # Beside the layers' inputs nothing but what cannot be computed again leaves.
-        assert offloader.metrics()["offloaded_bytes"] < offloader.metrics()["recomputed_bytes"]
-
-
 def test_one_that_never_ends_is_ended() -> None:
     class Own:
         def tighter(self, error: torch.OutOfMemoryError) -> str | None:

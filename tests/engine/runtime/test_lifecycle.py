@@ -280,31 +280,6 @@ def test_a_model_inside_a_layer_of_another() -> None:
             assert offloader.host_pool.settle() == 0
 
 
-def test_two_models_in_two_threads() -> None:
-    models = [tiny_model("llama", num_hidden_layers=n) for n in (2, 3)]
-    expected = [step(copy.deepcopy(model)) for model in models]
-    pool = HostPool(64 * 2**20, pin=False)
-    offloaders = [attach(model, EVERYTHING, host_pool=pool) for model in models]
-    failures: list[BaseException] = []
-
-    def work(index: int) -> None:
-        try:
-            for _ in range(5):
-                assert_same_tensors(step(models[index]), expected[index], f"thread {index}")
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for offloader in offloaders:
-        offloader.detach()
-    assert failures == []
-    assert pool.settle() == 0
-
-
 def test_forward_in_one_thread_and_backward_in_another() -> None:
     model = tiny_model("llama")
     expected = step(copy.deepcopy(model))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.cli import main
 from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.errors import ConflictError
 from hf_pyao.plan.documents.profile import Profile
@@ -122,15 +121,6 @@ def test_what_page_locks_memory_is_not_measured() -> None:
             step(model)
         assert done == [profiler]
     assert profiler.num_uncounted == 2
-    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
-    once = {module.path: module.num_packs for module in calls if module.num_packs}
-    with attach(model, EVERY_LAYER) as offloader:
-        profiler = StepProfiler(offloader.engine.link.transport, offloader.device, 2, done.append)
-        offloader.engine.observe(profiler)
-        step(model)
-        step(model)
-    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
-    assert once == {module.path: module.num_packs for module in calls if module.num_packs}
 
 
 def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
@@ -146,20 +136,6 @@ def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
             assert not done
             step(model)
         assert done == [profiler]
-
-
-@pytest.mark.thorough
-def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    profile_of("gpt2", path, 1)
-    assert main(["report", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert "| mlp.act |" in printed
-    assert "| slot |" in printed
-    for name in ("page.html", "page.md"):
-        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
-    assert "activation throughput" not in printed  # which is the plot's
-    assert (tmp_path / "page-1.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough

@@ -83,14 +83,3 @@ def test_a_model_is_dropped_if_its_step_fails() -> None:
     with kept.model() as (second, _):
         assert second is not first
     assert recorded_step(kept, 1, 16) == expected
-
-
-def test_gradients_and_hooks_of_a_step_are_gone_before_the_next() -> None:
-    kept = training(kept=KeptModels())
-    recorded_step(kept, 1, 16)  # its gradients leave by hooks
-    with dataclasses.replace(kept, training_state="device").model() as (model, _):
-        kept.run(model, 1, 16)
-        assert all(each.grad is not None for each in model.parameters())
-    with kept.model() as (again, _):
-        assert again is model
-        assert all(each.grad is None for each in again.parameters())
