@@ -28,6 +28,8 @@ from tests.helpers import (
 FIRST, SECOND = tiny_batch(1, padding=2), tiny_batch(2, length=11)
 Outcome = dict[str, torch.Tensor]
 CONFIGS = (EVERYTHING, replace(EVERY_LAYER, window=2048))
+SEGMENTS = (replace(EVERY_LAYER, checkpoint_every=2), replace(EVERY_LAYER, checkpoint_every=3))
+"""Gradients enter in the middle of segments too, and micro-batches are in flight."""
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -187,7 +189,7 @@ BACKWARDS = (
 @pytest.mark.parametrize("scenario", BACKWARDS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("model_type", MAIN)
 def test_backward_passes(model_type: str, scenario: Callable[[Any], Outcome]) -> None:
-    check(scenario, tiny_model(model_type, dropout=0.1))
+    check(scenario, tiny_model(model_type, dropout=0.1), (*CONFIGS, *SEGMENTS))
 
 
 @pytest.mark.parametrize("model_type", MAIN)
@@ -350,7 +352,7 @@ def test_frozen_parameters(model_type: str, frozen: str, autocast: torch.dtype |
 def test_tied_weights(model_type: str) -> None:
     model = tiny_model(model_type, tie_word_embeddings=True)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    check(trained, model)
+    check(trained, model, (*CONFIGS, *SEGMENTS))
 
 
 # peft asks for checkpointing under the name it had before transformers 5.23.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -147,14 +146,6 @@ def test_the_chunked_loss_on_top() -> None:
         assert_same_trajectory(train(model), expected)
 
 
-def test_tied_weights() -> None:
-    model = tiny_model("gpt2", dropout=0.1)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    expected = train(copy.deepcopy(model))
-    with attach(model, segments(2)):
-        assert_same_trajectory(train(model), expected)
-
-
 @pytest.mark.parametrize("kept", [1, 2])
 def test_the_last_layers_segment_is_kept(kept: int) -> None:
     model = tiny_model("llama", num_hidden_layers=4)
@@ -163,68 +154,3 @@ def test_the_last_layers_segment_is_kept(kept: int) -> None:
         train(model)
         assert offloader.metrics()["kept_bytes/last layer"] == nbytes
         assert offloader.metrics()["offloaded_bytes"] == nbytes
-
-
-def test_hidden_states_that_the_user_takes() -> None:
-    """Gradients enter in the middle of segments too."""
-    model = tiny_model("llama", num_hidden_layers=4)
-
-    def step(model: nn.Module) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        out = model(**tiny_batch(0), output_hidden_states=True, use_cache=False)
-        loss = out.loss + sum(h.square().mean() for h in out.hidden_states[1:])
-        loss.backward()
-        return gradients_of(model)
-
-    expected = step(copy.deepcopy(model))
-    for length in LENGTHS:
-        with attach(model, segments(length)):
-            assert_same_tensors(step(model), expected, str(length))
-
-
-def test_a_part_of_the_graph_alone() -> None:
-    model = tiny_model("llama", num_hidden_layers=4)
-
-    def step(model: nn.Module, index: int) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        out = model(**tiny_batch(0), output_hidden_states=True, use_cache=False)
-        out.hidden_states[index].square().mean().backward()
-        return gradients_of(model)
-
-    for index in (1, 2, 3):
-        expected = step(copy.deepcopy(model), index)
-        with attach(model, segments(3)) as offloader:
-            assert_same_tensors(step(model, index), expected, str(index))
-            assert offloader.host_pool.settle() == 0
-
-
-def test_micro_batches_in_flight() -> None:
-    model = tiny_model("opt", dropout=0.1)
-
-    def step(model: nn.Module, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        model.zero_grad()
-        losses = [model(**tiny_batch(seed), use_cache=False).loss for seed in range(3)]
-        for index in order:
-            losses[index].backward()
-        return gradients_of(model)
-
-    for order in ((2, 1, 0), (0, 1, 2), (1, 0, 2)):
-        expected = step(copy.deepcopy(model), order)
-        with attach(model, segments(2)) as offloader:
-            assert_same_tensors(step(model, order), expected, str(order))
-            assert offloader.host_pool.settle() == 0
-
-
-def test_one_backward_of_two_forwards() -> None:
-    model = tiny_model("opt", dropout=0.1)
-
-    def step(model: nn.Module) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        forward = functools.partial(model, use_cache=False)
-        (forward(**tiny_batch(0)).loss + 2 * forward(**tiny_batch(1)).loss).backward()
-        return gradients_of(model)
-
-    expected = step(copy.deepcopy(model))
-    with attach(model, segments(2)):
-        assert_same_tensors(step(model), expected, "")

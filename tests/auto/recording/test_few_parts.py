@@ -12,7 +12,6 @@ from hf_pyao.auto.recording import step_recording
 from hf_pyao.auto.recording.few_parts import few_parts
 from hf_pyao.levers import Levers
 from hf_pyao.model import gradient_buffer
-from hf_pyao.model.gradient_buffer import RowBlocks
 from hf_pyao.plan.options.group_plan import GroupPlan
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import StepProgram
@@ -33,22 +32,6 @@ def test_one_group_stands_for_those_of_its_size_alone(num_samples: int, most_sho
     assert len(seen) <= most_shown
     assert [size for size, runs in seen for _ in range(runs)] == everything
     assert recorder.num_runs == 1
-
-
-def test_blocks_inside_of_a_part_that_stands_for_others_run_as_often_as_both_say() -> None:
-    recorder = StepRecorder()
-    runs = []
-    with FakeTensorMode(), few_parts(recorder):
-        for _ in RowBlocks(50, 10).slices():
-            for _ in RowBlocks(7, 1).slices():
-                runs.append(recorder.num_runs)
-    assert sum(runs) == 5 * 7
-    assert max(runs) == 3 * 5
-
-
-def test_without_fake_tensors_all_parts_are_there() -> None:
-    with few_parts(StepRecorder()):
-        assert len(list(RowBlocks(50, 10).slices())) == 5
 
 
 def _recorded() -> StepProgram:

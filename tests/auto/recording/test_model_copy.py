@@ -413,23 +413,6 @@ def test_an_interrupted_recording_is_not_begun_again(
 
 
 @pytest.mark.thorough
-def test_a_recorded_step_comes_back_from_its_document() -> None:
-    model = tiny_model("gpt2")
-    watch = watched(model)
-    recorded, _ = record_fake_step(watch.step())
-    assert RecordedStep.from_dict(recorded.to_dict()) == recorded
-    graph = recorded.program.graph
-    assert graph is not None
-    by_slot = {value.slot: number for number, value in enumerate(graph.values) if value.slot}
-    made = by_slot["mlp.c_proj:0"]
-    activation = next(each for each in graph.operations if made in each.makes)
-    names = [recorded.program.operations[each.number].name for each in graph.operations]
-    assert names.count("addmm") == 4
-    assert recorded.program.operations[activation.number].path == "mlp.act"
-    assert activation.reads
-
-
-@pytest.mark.thorough
 def test_it_is_of_the_model_that_is_called(tmp_path: Path) -> None:
     """Which may have no loss of its own."""
     model = tiny_model("llama")

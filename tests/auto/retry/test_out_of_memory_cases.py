@@ -15,9 +15,9 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
-from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.runtime.policy import OffloadAll, RecomputeSelected
 from hf_pyao.errors import PyAOError
 from tests.auto.retry.test_out_of_memory import assert_clean
@@ -29,6 +29,7 @@ from tests.helpers import (
     assert_same_tensors,
     gradients_of,
     linear_relu,
+    num_hooks,
     tiny_batch,
     tiny_model,
 )
@@ -147,39 +148,6 @@ def test_the_plan_becomes_tighter_step_by_step_and_stays(caplog: pytest.LogCaptu
     assert "recomputed" in warnings[1]
 
 
-@pytest.mark.thorough
-def test_recomputing_is_what_the_second_try_does() -> None:
-    model = plant(tiny_model("llama", dropout=0.1), Bomb(1))
-    expected = gradients()
-    with attach(model, EVERY_LAYER) as offloader:
-        torch.manual_seed(3)
-        offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
-        assert_same_tensors(gradients_of(model), expected, "recomputed")
-        assert offloader.metrics()["recomputed_bytes"] > 0
-        # Beside the layers' inputs nothing but what cannot be computed again leaves.
-        assert offloader.metrics()["offloaded_bytes"] < offloader.metrics()["recomputed_bytes"]
-
-
-@pytest.mark.thorough
-def test_a_tightening_of_ones_own_is_asked() -> None:
-    asked = []
-
-    class Own:
-        def tighter(self, error: torch.OutOfMemoryError) -> str | None:
-            asked.append(str(error))
-            return "nothing else is done" if len(asked) < 3 else None
-
-    own = Own()
-    assert isinstance(own, Tightening)
-    model = plant(tiny_model("llama"), Bomb(1, 2, 4, 5, 6))
-    with attach(model, EVERYTHING) as offloader:
-        offloader.micro_batches.tightening = own
-        offloader.run_micro_batch(lambda: step(model))
-        assert len(asked) == 2
-        with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter"):
-            offloader.run_micro_batch(lambda: step(model))
-
-
 def test_one_that_never_ends_is_ended() -> None:
     class Own:
         def tighter(self, error: torch.OutOfMemoryError) -> str | None:
@@ -213,10 +181,24 @@ def test_every_wait_is_there_under_each_rung(seed: int, window: int | str) -> No
 # ---- the end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, OFF, replace(EVERYTHING, head_loss="chunked")])
-def test_without_room_at_all_it_ends_and_plain_training_goes_on(config: PyAOConfig) -> None:
-    model = tiny_model("gpt2", dropout=0.1)
-    expected = gradients(model_type="gpt2")
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gpt2", EVERYTHING),
+        ("gpt2", OFF),
+        ("gpt2", replace(EVERYTHING, head_loss="chunked")),
+        ("llama", replace(EVERY_LAYER, checkpoint_every=2, mlp_tiles=2)),
+        ("llama", replace(EVERY_LAYER, checkpoint_every=2, checkpoint_nested=True)),
+    ],
+)
+@pytest.mark.sampled(every=1)
+def test_without_room_at_all_it_ends_and_plain_training_goes_on(
+    model_type: str, config: PyAOConfig
+) -> None:
+    model = tiny_model(model_type, dropout=0.1)
+    expected = gradients(model_type=model_type)
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    hooks = num_hooks(model)
     faults = MemoryFaults(EVER)
 
     def micro_batch() -> None:
@@ -240,6 +222,9 @@ def test_without_room_at_all_it_ends_and_plain_training_goes_on(config: PyAOConf
     assert_same_tensors(gradients_of(model), before, "as before it")
     assert torch.equal(torch.get_rng_state(), state)
     offloader.detach()
+    assert num_hooks(model) == hooks
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    assert _len_torch_dispatch_stack() == 0
     model.zero_grad()
     torch.manual_seed(3)
     step(model, tiny_batch(0))

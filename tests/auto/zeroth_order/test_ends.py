@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
-from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
 from tests.auto.zeroth_order.test_step import EPSILON, RATE, Losses, check
 from tests.helpers import tiny_batch, tiny_model
 from tests.helpers.plain_mezo import PlainMeZO
@@ -113,13 +112,6 @@ def test_parts_of_the_model_can_be_called_outside_of_a_step() -> None:
                 layer = model.model.layers[1].mlp
                 expected_mlp = plain_model.model.layers[1].mlp(expected)
                 assert torch.equal(layer(expected), expected_mlp)
-
-
-@pytest.mark.parametrize("width", [32, 30, 7])
-def test_noise_of_rows_is_that_of_the_elements(width: int) -> None:
-    key, rows = NoiseKey.of(3, "w"), torch.tensor([0, 5, 2, 1000])
-    whole = noise(key, 9, 0, 1001 * width, torch.device("cpu")).view(1001, width)
-    assert torch.equal(noise_of_rows(key, 9, rows, width), whole[rows])
 
 
 def test_products_by_pieces_have_a_bias() -> None:

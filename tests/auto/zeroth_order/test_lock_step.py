@@ -46,24 +46,6 @@ def test_an_interrupt_at_any_line_ends_all_passes() -> None:
     assert interrupted > 0.9 * counted.count
 
 
-def test_a_pass_that_fails_ends_the_other() -> None:
-    for failing in (0, 1):
-        lock_step, ended = LockStep(CPU), []
-
-        def fail(failing: int = failing, lock_step: LockStep = lock_step) -> None:
-            lock_step.hand_over()
-            raise ValueError(f"pass {failing}")
-
-        def go_on(ended: list[bool] = ended, lock_step: LockStep = lock_step) -> None:
-            for _ in range(5):
-                lock_step.hand_over()
-            ended.append(True)
-
-        with pytest.raises(ValueError, match=f"pass {failing}"):
-            lock_step.run([fail, go_on] if failing == 0 else [go_on, fail])
-        assert ended == passes_left() == []
-
-
 def test_a_thread_that_begins_after_its_run_was_given_up_runs_no_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,8 +178,6 @@ def test_a_tied_head_has_a_noise_of_its_own() -> None:
 
 
 def test_what_zo2_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="momentum"):
-        ZerothOrderSettings(momentum=0.9, zo2_order=True)
     with pytest.raises(ConfigError, match="stream_embeddings"):
         ZerothOrder(small(False), ZerothOrderSettings(zo2_order=True), stream_embeddings="on")
     with ZerothOrder(small(False)) as made:

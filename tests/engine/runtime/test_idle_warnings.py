@@ -12,9 +12,6 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.runtime.idle_warnings import IdleWarnings
-from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.no_effect import EffectLedger
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
 
@@ -63,14 +60,6 @@ def test_keeping_every_layer_is_told_at_once(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1, "without waiting for a step"
 
 
-def test_a_model_of_one_layer_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-    _, warned = warnings_of(caplog, model, EVERYTHING)
-    (text,) = warned
-    assert "'last layer'" in text
-    assert "lower keep_last_layers" in text
-
-
 def test_one_layer_that_runs_several_times_is_not(caplog: pytest.LogCaptureFixture) -> None:
     config = AlbertConfig(
         vocab_size=64,
@@ -104,12 +93,3 @@ def test_what_works_as_it_should_is_not_warned_about(
 ) -> None:
     _, warned = warnings_of(caplog, tiny_model("llama"), config)
     assert warned == []
-
-
-def test_a_micro_batch_that_saved_parameters_alone_is_none_of_these(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    effects = EffectLedger()
-    IdleWarnings(effects).nothing_moved(MicroBatchStats(num_packs=2))
-    assert not effects.facts
-    assert not caplog.records

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.runtime.saved_tensor import VersionWatch
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
 from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
 
@@ -246,20 +245,6 @@ def test_a_change_through_data_is_in_what_is_saved_next(recomputed: tuple[str, .
     assert torch.equal(*grads)
 
 
-def test_a_version_watch_holds_no_memory() -> None:
-    tensor = torch.randn(1000)
-    storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
-    watch = VersionWatch(tensor, torch.empty(0))
-    view = tensor[10:20]
-    assert not watch.is_modified
-    del tensor
-    assert not storage.expired()
-    view.add_(1)
-    assert watch.is_modified
-    del view
-    assert storage.expired()
-
-
 class SavesAll(torch.autograd.Function):
     """Passes x through, and saves all the tensors that it gets."""
 
@@ -349,22 +334,6 @@ def test_a_tensor_at_the_address_of_one_that_is_gone_is_watched(
             loss = model(torch.randn(4, 4, requires_grad=True)).sum()
             with pytest.raises(SavedTensorModifiedError):
                 loss.backward()
-
-
-def test_views_of_one_tensor_need_one_watch() -> None:
-    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        hidden = x @ layer.weight
-        return SavesAll.apply(x @ layer.weight, hidden, *hidden.chunk(2), hidden.view(16))  # type: ignore[no-any-return]
-
-    model = Stack(function)
-    with attach(model, EVERY_LAYER) as offloader:
-        loss = model(torch.randn(4, 4)).sum()
-        tape = offloader.engine._tape
-        assert tape is not None
-        records = list(tape.live_records())
-        assert records
-        assert all(record._other_watches is None for record in records)
-        loss.backward()
 
 
 class ChangesInBackward(torch.autograd.Function):

@@ -91,15 +91,6 @@ def test_what_waits_to_leave_is_not_waited_for_by_the_backward_of_another() -> N
         assert offloader.metrics()["reloaded_bytes"] == 0, "it was read where it was"
 
 
-def test_several_forwards_of_one_backward_are_one_micro_batch() -> None:
-    model = Stack(linear_relu, linear_relu)
-    with attach(model, EVERY_LAYER) as offloader:
-        for _ in range(2):
-            (model(torch.randn(4, 4)).sum() + model(torch.randn(4, 4)).sum()).backward()
-        assert offloader.totals()["num_micro_batches"] == 2
-        assert offloader.metrics()["offloaded_bytes"] == 2 * 3 * 64
-
-
 # ---- two models on one link --------------------------------------------------------------------------
 
 
@@ -149,12 +140,6 @@ def test_one_pool_and_two_links_tell_the_peaks_apart_too() -> None:
             loss.backward()
         assert [o.metrics()["host_peak_bytes"] for o in (one, other)] == peaks
         other.detach()
-
-
-def test_models_on_one_link_have_one_window() -> None:
-    with attach(tiny_model("opt"), replace(EVERY_LAYER, window=4_000)) as offloader:
-        with pytest.raises(ConfigError, match="window is 'layer'; expected .* 4000. Give both"):
-            attach(tiny_model("gpt2"), EVERY_LAYER, link=offloader.link)
 
 
 def test_a_link_and_its_parts_are_not_given_together() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_pyao.engine.transfer.ring_schedule import RingSchedule, resident_layers, uploaded_bytes
+from hf_pyao.engine.transfer.ring_schedule import RingSchedule, resident_layers
 
 
 class Noted(RingSchedule):
@@ -52,17 +52,6 @@ def test_a_step_uploads_no_block_twice_at_its_turns(num_blocks: int, num_slots: 
     assert ring.num_late_uploads == 1, "all but the very first were uploaded ahead"
 
 
-@pytest.mark.parametrize("num_slots", [2, 3])
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 9])
-def test_bytes_of_a_step_are_those_of_its_blocks(num_blocks: int, num_slots: int) -> None:
-    ring = Noted(num_blocks, num_slots)
-    train(ring)
-    ring.uploads.clear()
-    train(ring)
-    sizes = [10 ** (number % 5) + number for number in range(num_blocks)]
-    assert uploaded_bytes(sizes, num_slots) == sum(sizes[block] for block in ring.uploads)
-
-
 @pytest.mark.parametrize("num_resident", [1, 2, 3, 5, 8])
 def test_resident_layers_at_the_turns_change_no_upload(num_resident: int) -> None:
     """Compute leaves the last streamed block for a resident layer, and comes back to it."""
@@ -84,20 +73,6 @@ def test_resident_layers_at_the_turns_change_no_upload(num_resident: int) -> Non
         counts.append(len(ring.uploads) - before)
     num = len(blocks)
     assert counts == [2 * num - 2, 2 * (num - 2), 2 * (num - 2)]
-
-
-def test_the_first_step_uploads_as_soon_as_backward_leaves_the_last_layer() -> None:
-    """The last layer is streamed: its forward and its backward are one use of its block."""
-    ring = Noted(3)
-    for step in range(2):
-        ring.begin(trains=True)
-        run(ring, range(3), in_backward=False)
-        run(ring, [2, 2], in_backward=True)  # a second run, and backward itself
-        ring.leave(in_backward=True)
-        before = len(ring.uploads)
-        ring.ahead()
-        assert ring.uploads[before:] == [0], f"step {step}"
-        run(ring, [1, 0], in_backward=True)
 
 
 def test_evaluation_uploads_each_block_ahead_and_training_goes_on_as_before() -> None:
@@ -140,17 +115,6 @@ def test_several_forwards_before_their_backwards_are_one_cycle() -> None:
             assert ring.num_late_uploads == late
 
 
-def test_a_resident_layer_lets_the_next_block_come() -> None:
-    ring = Noted(4)
-    ring.begin(trains=True)
-    ring.use(0, in_backward=False)
-    ring.ahead()
-    assert ring.uploads == [0, 1]
-    ring.leave(in_backward=False)
-    ring.ahead()
-    assert ring.uploads == [0, 1, 2], "into the slot of 0, which is not needed soon"
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_finds_its_blocks(seed: int) -> None:
     rng = random.Random(seed)
@@ -167,14 +131,3 @@ def test_any_order_finds_its_blocks(seed: int) -> None:
             run(ring, [rng.randrange(ring.num_blocks)], in_backward=rng.random() < 0.5)
         held = [block for block in ring.slots if block is not None]
         assert len(held) == len(set(held))
-
-
-def test_resident_layers_are_spread_over_the_depth() -> None:
-    assert resident_layers(8, 0) == ()
-    assert resident_layers(8, 2) == (2, 6)
-    assert resident_layers(3, 5) == (0, 1, 2)
-    for num_layers in range(1, 20):
-        for num_resident in range(num_layers + 1):
-            stay = resident_layers(num_layers, num_resident)
-            assert len(set(stay)) == num_resident
-            assert all(0 <= layer < num_layers for layer in stay)

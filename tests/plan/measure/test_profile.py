@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.cli import main
-from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.errors import ConflictError
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.measure.profile import MOST_UNCOUNTED, StepProfiler
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
@@ -124,15 +121,6 @@ def test_what_page_locks_memory_is_not_measured() -> None:
             step(model)
         assert done == [profiler]
     assert profiler.num_uncounted == 2
-    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
-    once = {module.path: module.num_packs for module in calls if module.num_packs}
-    with attach(model, EVERY_LAYER) as offloader:
-        profiler = StepProfiler(offloader.engine.link.transport, offloader.device, 2, done.append)
-        offloader.engine.observe(profiler)
-        step(model)
-        step(model)
-    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
-    assert once == {module.path: module.num_packs for module in calls if module.num_packs}
 
 
 def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
@@ -148,44 +136,6 @@ def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
             assert not done
             step(model)
         assert done == [profiler]
-
-
-@pytest.mark.thorough
-def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    profile_of("gpt2", path, 1)
-    assert main(["report", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert "| mlp.act |" in printed
-    assert "| slot |" in printed
-    for name in ("page.html", "page.md"):
-        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
-    assert "activation throughput" not in printed  # which is the plot's
-    assert (tmp_path / "page-1.png").stat().st_size > 10_000
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("change", ["cut off", "another version", "another key", "a text"])
-@pytest.mark.sampled(every=1000)
-def test_broken_files_are_refused(
-    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "profile.json"
-    profile_of("opt", path, 1)
-    values = json.loads(path.read_text())
-    if change == "another version":
-        values["schema_version"] = 99
-    elif change == "another key":
-        values["color"] = 1
-    elif change == "a text":
-        values["modules"][0]["saved_bytes"] = "many"
-    text = json.dumps(values)
-    path.write_text(text[: len(text) // 2] if change == "cut off" else text)
-    assert main(["report", str(path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    if change != "cut off":
-        with pytest.raises(ReportError):
-            Profile.from_dict(json.loads(path.read_text()))
 
 
 @pytest.mark.thorough
@@ -277,42 +227,3 @@ def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
         offloader.engine.observe(None)  # for others alone
         assert offloader.engine.observer is timeline
         assert timeline.spans()
-
-
-def test_several_observers_hear_the_same_and_may_leave() -> None:
-    class Counting(Observer):
-        def __init__(self) -> None:
-            self.heard: list[str] = []
-
-        def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
-            self.heard.append(f"pack {path}")
-
-        def on_unpack(self, slot: object) -> None:
-            self.heard.append(f"unpack {slot}")
-
-        def on_slot(self, slot: object, stays: object, decision: object) -> None:
-            self.heard.append(f"slot {slot}")
-
-        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
-            self.heard.append(f"{direction} {label}")
-
-        def on_micro_batch(self, stats: object) -> None:
-            self.heard.append("micro-batch")
-
-    model = tiny_model("gpt2")
-    first, second, late = Counting(), Counting(), Counting()
-    with attach(model, EVERY_LAYER) as offloader:
-        offloader.engine.observe(first, second)
-        step(model)
-        offloader.engine.stop_observing(first)
-        offloader.engine.observe_too(late)
-        step(model)
-        offloader.engine.stop_observing(late)
-        offloader.engine.observe(None)
-        num_heard = len(second.heard)
-        step(model)
-    assert second.heard == first.heard + late.heard
-    assert late.heard
-    assert len(second.heard) == num_heard
-    kinds = {each.split()[0] for each in first.heard}
-    assert kinds == {"pack", "unpack", "slot", "offload", "reload", "micro-batch"}

@@ -197,34 +197,6 @@ def test_what_costs_nothing_is_left_and_nothing_is_recorded() -> None:
     )
 
 
-def test_a_bound_says_what_need_not_be_recorded() -> None:
-    plans = Plans([(100.0, 900, 0), (110.0, 100, 500)], math.inf, program())
-    choice, recorded = choice_of({Levers(): plans})
-    chosen = choice.best(200)  # one more forward takes 15 to 30 ms
-    assert chosen.levers == Levers() and not recorded
-    notes = {each.note for each in chosen.looked_at[1:]}
-    assert notes == {"takes 115 ms or more", "takes 120 ms or more"}
-    assert "were not recorded" in chosen.reason
-
-
-def test_where_the_host_is_small_segments_get_longer() -> None:
-    """The inputs of all layers do not fit it, those of every second layer do."""
-    table = {Levers(): Plans([(100.0, 900, 0), (130.0, 500, 800)], 60, program())}
-    for save in (False, True):
-        for length in (1, 2, 4, 8):
-            levers = Levers(checkpoint_every=length, save_attention=save)
-            kept, least = 400 + 20 * length, 290 + 10 * length
-            host = (100 + 40 * save) // length
-            rows = [(120.0 - 4 * save, kept, 0), (121.0 + length, least, host)]
-            table[levers] = Plans(rows, 60, program())
-    choice, recorded = choice_of(table)
-    chosen = choice.best(320)
-    assert chosen.fits and chosen.levers == Levers(checkpoint_every=2)
-    assert chosen.candidate.host_bytes == 50
-    assert {each.checkpoint_every for each in recorded} <= {1, 2, 4}
-    assert "2 layers run again: the fastest that fits" in chosen.reason
-
-
 def test_what_refuses_is_not_chosen_and_said() -> None:
     plans = Plans([(100.0, 900, 0)], math.inf, program())
 

@@ -298,27 +298,6 @@ def test_plans_of_other_models_and_shapes_are_refused(tmp_path: Path) -> None:
     step(llama)  # the model is as it was
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("{", ReportError),
-        ('{"schema_version": 99, "slots": []}', ReportError),
-        ('{"schema_version": 1, "slots": [{"name": "a:0"}]}', ReportError),
-        ('{"schema_version": 1, "slots": [], "colour": 1}', ReportError),
-        ('{"schema_version": 1, "kind": "run", "slots": []}', PlanError),
-    ],
-)
-def test_files_that_are_no_plan_are_refused(
-    text: str, error: type[Exception], tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    model = tiny_model("llama")
-    with pytest.raises(error):
-        attach(model, replace(EVERY_LAYER, policy="plan", plan=str(path)))
-    step(model)
-
-
 # ---- PyAO's rule -------------------------------------------------------------------------------
 
 

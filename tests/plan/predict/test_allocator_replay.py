@@ -122,52 +122,10 @@ def test_without_an_allocator_what_is_allocated_counts() -> None:
     assert not found.fits(46 * MIB - 1)
 
 
-def test_weights_and_buffers_are_reserved_segment_by_segment() -> None:
-    # 2 x 3 MiB of weights in one segment of 20, whose rest is too small for 15; 15 of its own, 16.
-    found = memory_of(made_up([(15, 0, 1)], weights=(3, 3))).reserved()
-    assert (found.allocated_bytes, found.reserved_bytes) == (22 * MIB, 36 * MIB)
-
-
-def test_a_later_step_meets_the_segments_of_the_first() -> None:
-    # States of 11 MiB lie in the first step's segment of 100 from then on: it has 89 left.
-    program = made_up([(100, 0, 1)], weights=(11,), states=11)
-    found = memory_of(program)
-    assert found.peak_bytes == 122 * MIB
-    assert found.reserved().reserved_bytes == (12 + 100 + 100) * MIB
-    assert not found.fits(211 * MIB)
-    assert memory_of(program, EXPANDABLE).reserved().reserved_bytes == 140 * MIB
-
-
 def test_a_workspace_is_reserved_beside_the_results_of_its_operation() -> None:
     plain = memory_of(made_up([(30, 0, 2), (30, 1, 2)]))
     more = memory_of(made_up([(30, 0, 2), (30, 1, 2)], workspaces={1: 40}))
     assert more.reserved().reserved_bytes - plain.reserved().reserved_bytes == 40 * MIB
-
-
-def test_a_step_that_follows_one_with_other_moments_may_need_more() -> None:
-    early = made_up([(40, 0, 1), (10, 1, 4), (30, 2, 4), (60, 3, 4)])
-    late = made_up([(40, 0, 3), (10, 1, 4), (30, 2, 4), (60, 3, 4)])
-    predictions = [predict(each, [], window_bytes=0) for each in (late, early)]
-    late_copies = replace(predictions[0], offloaded_bytes=40 * MIB)
-    alone = StepMemory(late, late_copies, None, DEFAULT)
-    behind = StepMemory(late, late_copies, lambda: predictions[1], DEFAULT)
-    assert alone.reserved().reserved_bytes == 140 * MIB
-    # The early 40 leaves its segment to the 10 and the 30; behind it, those are cut from the 60.
-    assert behind.reserved().reserved_bytes == 160 * MIB
-    assert alone.needed_bytes == pytest.approx(100 * MIB, rel=2 * ACCURACY)
-    # With 120 the second step runs, since the 40 goes back: the third meets two segments of 60.
-    assert behind.needed_bytes == pytest.approx(160 * MIB, rel=2 * ACCURACY)
-    unmoved = StepMemory(late, predictions[0], lambda: predictions[1], DEFAULT)
-    assert unmoved.reserved() == alone.reserved(), "nothing is copied, so that nothing is early"
-
-
-def test_a_tied_weight_leaves_a_cached_segment_where_the_model_was_built_on_the_device() -> None:
-    # Behind weights of 30 a second 30 was freed. The 12 goes there, so that the 25 does not.
-    program = made_up([(12, 0, 2), (25, 1, 2)], weights=(30,))
-    tied = replace(program, residents=(Resident(OUTSIDE, 30 * MIB, num_names=2),))
-    assert memory_of(program).reserved().reserved_bytes == (30 + 12 + 26) * MIB
-    assert memory_of(tied).reserved().reserved_bytes == (30 + 30 + 26) * MIB
-    assert not memory_of(tied).fits(85 * MIB), "the 12 keeps it from being given back"
 
 
 @pytest.mark.parametrize(("name", "names"), [("opt:tiny", 2), ("llama:tiny", 1)])

@@ -61,25 +61,6 @@ def step_ms(operations: Sequence[Operation], *, compute: float, gather: float) -
     return found.step_ms
 
 
-def test_a_gather_is_hidden_by_compute_that_takes_as_long() -> None:
-    # The gather of a layer lies behind the layer before, as hosts queue it.
-    layers = [sends(GATHER), *(each for _ in range(4) for each in (kernel(1), sends(GATHER)))]
-    layers.append(kernel(1))
-    assert step_ms(layers, compute=3.0, gather=2.0) == 2.0 + 5 * 3.0
-    assert step_ms(layers, compute=2.0, gather=3.0) == 5 * 3.0 + 2.0
-
-
-def test_a_reduction_waits_for_compute_and_the_step_for_it() -> None:
-    operations = [kernel(), sends(REDUCE), kernel(), sends(REDUCE, awaits=1)]
-    # Computed at 1, reduced at 3; computed at 2, waits for the first, reduced from 3 to 5.
-    assert step_ms(operations, compute=1.0, gather=1.0) == 5.0
-
-
-def test_collectives_run_one_after_the_other() -> None:
-    operations = [kernel(), sends(REDUCE), sends(GATHER), kernel(awaits=1)]
-    assert step_ms(operations, compute=1.0, gather=1.0) == 1.0 + 2.0 + 1.0 + 1.0
-
-
 def test_without_a_speed_collectives_take_no_time() -> None:
     operations = [sends(GATHER), kernel(1), sends(REDUCE)]
     program = program_of(operations)

@@ -63,19 +63,6 @@ def test_a_demand_of_up_to_four_fifths_of_the_disk_costs_up_to_a_twentieth(
     assert step <= slowed <= 1.05 * step
 
 
-@pytest.mark.parametrize("every", [1, 2, 4])
-def test_two_blocks_ahead_are_as_good_as_eight_up_to_the_speed_of_the_disk(every: int) -> None:
-    """So the depth of reads is a rule of ``disk_share``, and no choice of a plan."""
-    num, size = 48, 100
-    times = [1.0, *[110.0] * num, 1.0, *[110.0] * num]
-    two, eight = (on_disk(num, size, num // every, staging=n * size) for n in (2, 8))
-    free = step_ms(two, times, link_with(None))
-    units_per_ms = 2 * size * (num // every) / free
-    for share in (0.5, 0.8, 1.0):
-        link = link_with(units_per_ms / share)
-        assert step_ms(two, times, link) <= 1.01 * step_ms(eight, times, link), share
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_is_shorter_than_its_reads(seed: int) -> None:
     draw = Random(seed)
@@ -138,17 +125,6 @@ def test_copies_end_when_a_simulation_of_their_units_says(seed: int) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=0.1 * longest), (seed, found, expected)
     assert found[-1] == pytest.approx(expected[-1], rel=0.02)
-
-
-def test_other_copies_pass_while_a_block_waits_for_the_disk() -> None:
-    lanes = TimedLanes(link_with(0.1))
-    from_disk = Copy(RELOAD, 100 * UNIT, 0.0, staging_bytes=10 * UNIT)
-    other = Copy(RELOAD, 10 * UNIT, 1.0)
-    lanes.book(from_disk)
-    lanes.book(other)
-    assert lanes.wait(other, 0.0) == pytest.approx(11.0)
-    # Its first bytes, which the host has, go behind the other copy; the disk reads the rest.
-    assert lanes.wait(from_disk, 0.0) == pytest.approx(11.0 + 900.0, rel=0.01)
 
 
 def test_layers_on_the_host_are_spread_and_as_many_as_fit() -> None:

@@ -7,7 +7,6 @@ virtual link of the simulation has a clock of its own.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -16,7 +15,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.prediction import Prediction
@@ -133,58 +131,6 @@ def test_times_are_those_of_a_recurrence(seed: int) -> None:
         assert found.num_uploads == count
 
 
-@pytest.mark.parametrize("num_streamed", [1, 2, 3, 7, 32])
-def test_blocks_at_the_turns_are_uploaded_once(num_streamed: int) -> None:
-    program = with_streamed_blocks(step_of([4] * 32), streamed_layers(32, num_streamed))
-    on_ring = min(2, num_streamed)
-    first = time_of(program, [1.0] * 66, is_first_step=True)
-    later = time_of(program, [1.0] * 66)
-    assert first.num_uploads == 2 * num_streamed - on_ring
-    assert later.num_uploads == 2 * (num_streamed - on_ring)
-    assert later.uploaded_bytes == 4 * UNIT * later.num_uploads
-
-
-def test_layers_that_fit_are_not_uploaded() -> None:
-    program = step_of([4] * 8)
-    assert with_streamed_blocks(program, ()) is program
-    assert time_of(program, [1.0] * 18).num_uploads == 0
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_step_takes_what_the_slower_of_compute_and_link_takes(seed: int) -> None:
-    """Within 2 %: of each pass the larger of compute and bytes, and one upload."""
-    random = Random(seed)
-    num, upload, forward = random.randint(24, 80), 100, random.uniform(10, 400)
-    backward, head = forward * random.uniform(1, 3), forward * random.uniform(0, 3)
-    num_streamed = random.choice([num, num, num // 2])
-    times = [0.1, *[forward] * num, head, *[backward] * num]
-    program = with_streamed_blocks(step_of([upload] * num), streamed_layers(num, num_streamed))
-    lane = (num_streamed - 2) * upload
-    expected = max(num * forward, lane) + head + max(num * backward, lane) + upload
-    assert time_of(program, times).step_ms == pytest.approx(expected, rel=0.02)
-
-
-def test_streamed_blocks_are_spread_over_the_depth() -> None:
-    for num, streamed in ((32, 3), (32, 17), (32, 31), (80, 50)):
-        found = streamed_layers(num, streamed)
-        gaps = [b - a for a, b in itertools.pairwise((-1, *found, num))]
-        assert len(found) == streamed
-        assert max(gaps[1:-1]) - min(gaps[1:-1]) <= 1
-    assert streamed_layers(5, 5) == (0, 1, 2, 3, 4)
-    assert streamed_layers(5, 0) == ()
-
-
-def test_the_ring_has_two_slots_of_the_largest_block() -> None:
-    sizes = [3, 9, 4, 4, 4]
-    resident = step_of(sizes)
-    streamed = with_streamed_blocks(resident, (0, 2, 3))
-    assert resident.resident_bytes - streamed.resident_bytes == (3 + 4 + 4 - 2 * 4) * UNIT
-    assert sum(each.nbytes for each in streamed.residents) == streamed.resident_bytes - 2
-    assert streamed.streamed.host_bytes == 11 * UNIT
-    with pytest.raises(ValueError, match="already"):
-        with_streamed_blocks(streamed, (1,))
-
-
 # ---- steps of models ---------------------------------------------------------------------------
 
 
@@ -251,42 +197,6 @@ def test_memory_falls_by_the_blocks_and_rises_by_the_ring() -> None:
     assert [a - b for a, b in zip(before.live_bytes, after.live_bytes, strict=True)] == [
         5 * block
     ] * len(before.live_bytes)
-
-
-def test_weights_share_the_lane_with_reloads_in_the_order_of_need() -> None:
-    """Those of a layer come behind the reloads of the layer whose backward runs before."""
-    program = with_streamed_blocks(recorded(), range(7))
-    leaves = [slot.nbytes > 2**13 and slot.layer < 6 for slot in program.slots]
-    layer_bytes = sum(
-        slot.link_bytes
-        for slot, is_out in zip(program.slots, leaves, strict=True)
-        if is_out and slot.layer == 3
-    )
-    found = predict(
-        program,
-        leaves,
-        window_bytes=int(1.5 * layer_bytes),
-        host=IN_STEP,
-        times_ms=[0.01] * program.num_operations,
-        link=LinkModel(d2h_gib_per_s=50, h2d_gib_per_s=0.5),
-    )
-    turn = next(each.start for each in program.segments if each.phase == BACKWARD)
-    lane = [
-        each
-        for each in found.copies
-        if each.direction == "reload" and each.start_ms >= found.start_ms[turn]
-    ]
-    order = [
-        (each.layer if each.layer >= 0 else program.slots[each.slot].layer, each.layer >= 0)
-        for each in lane
-    ]
-    for layer in range(4, -1, -1):
-        weights = order.index((layer, True))
-        own = [place for place, each in enumerate(order) if each == (layer + 1, False)]
-        behind = [place for place, each in enumerate(order) if each == (layer, False)]
-        assert max(own) < weights < max(behind)
-        # What the layer before had room for came then.
-        assert sum(place > weights for place in behind) >= len(behind) / 3
 
 
 def test_streamed_weights_are_not_in_a_recorded_document() -> None:

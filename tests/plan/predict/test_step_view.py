@@ -88,14 +88,6 @@ def test_what_is_shown_adds_up(case: Case, hardware: Hardware) -> None:
         assert labels == set(program.layer_names)
 
 
-def test_operations_start_one_after_the_other() -> None:
-    prediction = Case("opt", window=2**18).predicted(SLOW)
-    assert len(prediction.start_ms) == len(prediction.live_bytes)
-    assert list(prediction.start_ms) == sorted(prediction.start_ms)
-    assert prediction.start_ms[0] == 0
-    assert prediction.start_ms[-1] <= prediction.step_ms
-
-
 def test_a_step_ends_behind_copies_that_no_one_asked_for() -> None:
     """Their device copies are let go when backward ends, behind the copies that read them."""
     slot = SlotUse(

@@ -103,39 +103,6 @@ def test_what_does_not_divide_is_refused_with_what_would() -> None:
         accumulation_of(24, 5)
     with pytest.raises(ConfigError, match=r"nearest that do: 24\."):
         accumulation_of(24, 48)
-    with pytest.raises(ConfigError, match="7 does not divide"):
-        choose_micro_batch(
-            lambda size: pytest.fail("it is refused before anything is looked at"),
-            limit_bytes=1,
-            global_batch=8,
-            sequence_length=8,
-            sizes=[2, 7],
-        )
-    with pytest.raises(ConfigError, match="global batch is 0"):
-        choose_micro_batch(
-            lambda size: pytest.fail("no size"), limit_bytes=1, global_batch=0, sequence_length=8
-        )
-    with pytest.raises(ConfigError, match="did you mean 'fastest'"):
-        choose_micro_batch(
-            lambda size: pytest.fail("no size"),
-            limit_bytes=1,
-            global_batch=1,
-            sequence_length=8,
-            find="fasttest",
-        )
-
-
-def test_sizes_that_are_given_are_the_only_ones() -> None:
-    choice = choose_micro_batch(
-        lambda size: SizedPlan(plan="a", step_ms=1.0, peak_bytes=size, fits=True),
-        limit_bytes=LIMIT,
-        global_batch=64,
-        sequence_length=8,
-        sizes=[4, 2],
-    )
-    assert [row.micro_batch for row in choice.rows] == [2, 4]
-    assert choice.chosen is not None
-    assert choice.chosen.micro_batch == 4
 
 
 @pytest.mark.parametrize("most_length", [None, 64, 100, 640, 2048, 8192])

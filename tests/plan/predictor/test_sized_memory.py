@@ -51,16 +51,3 @@ def test_what_it_says_decides_as_replays_do_and_few_sizes_are_asked_for(seed: in
     found = largest_on_a_line(needed_at, limit, slack=1 / 256)
     assert memories[found].needed_bytes <= limit
     assert len(memories) <= 12
-
-
-def test_a_share_that_is_constant_is_found_once_and_the_size_is_the_largest() -> None:
-    memories: dict[int, MadeUpMemory] = {}
-
-    def memory_at(size: int) -> SizedMemory:
-        memory = memories.setdefault(size, MadeUpMemory(10**8 + 3 * 10**7 * size, 1.3))
-        return cast(SizedMemory, memory)
-
-    found = largest_on_a_line(NeededAt(memory_at, 10**10, SETTINGS), 10**10)
-    assert memories[found].needed_bytes <= 10**10 < int(1.3 * (10**8 + 3 * 10**7 * (found + 2)))
-    assert max(memories) < 2 * found
-    assert sum(each.num_replayed > 0 for each in memories.values()) <= 4 < len(memories)

@@ -17,7 +17,6 @@ from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import (
     CHECKPOINT,
-    FIRST_OFFLOADED,
     KEEP_ALL,
     OFFLOAD_ALL,
     Candidate,
@@ -27,11 +26,9 @@ from hf_pyao.plan.solve.planner import (
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.planned_step import StepPlanner
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
-from tests.helpers.lora_steps import lora_step
 from tests.helpers.simulation.replayed_step import replay_step
 
 WINDOW = 64 * 2**20
@@ -184,37 +181,6 @@ def test_when_everything_fits_nothing_is_done() -> None:
     assert planner.num_solved == 0
 
 
-def test_plans_that_do_the_same_are_predicted_once() -> None:
-    planner = planner_of("llama")
-    whole = planner.simple()[OFFLOAD_ALL]
-    same = planner.of_first_layers(FIRST_OFFLOADED, planner.num_open_layers)
-    fewer = planner.of_first_layers(FIRST_OFFLOADED, 1)
-    assert same is not None
-    assert fewer is not None
-    assert same.name != whole.name
-    assert same.timed is whole.timed
-    assert same.memory is whole.memory
-    assert fewer.timed is not whole.timed
-    assert fewer.timed.offloaded_bytes < whole.timed.offloaded_bytes
-
-
-def test_what_does_the_same_is_carried_out_once_whatever_is_streamed() -> None:
-    program = lora_step(num_layers=5)
-    conditions = Conditions(link=find_hardware("rtx4070").link, window_bytes=WINDOW)
-    times_ms = operation_times_ms(program, find_hardware("rtx4070").device)
-    resident = Planner(program, times_ms, conditions)
-    streamed = resident.streaming([0, 1, 2, 3])
-    plain, other = (each.simple()[CHECKPOINT].step for each in (resident, streamed))
-    assert other.program.buffers is plain.program.buffers
-    assert other.rebuilds is plain.rebuilds
-    alone = with_streamed_blocks(program, [0, 1, 2, 3])
-    planned = Planner(alone, times_ms, conditions).simple()[CHECKPOINT]
-    assert other == planned.step
-    assert other.program.resident_bytes < plain.program.resident_bytes
-    assert streamed.simple()[CHECKPOINT].timed == planned.timed
-    assert streamed.simple()[CHECKPOINT].peak_bytes == planned.peak_bytes
-
-
 @pytest.mark.parametrize("architecture", SIZES)
 @pytest.mark.sampled(every=3)
 def test_no_plan_that_is_known_to_fit_is_faster(architecture: str) -> None:
@@ -231,18 +197,6 @@ def test_no_plan_that_is_known_to_fit_is_faster(architecture: str) -> None:
         quick = planner.best(limit, for_slower=False)
         assert quick.memory.fits(limit)
         assert quick.step_ms >= chosen.step_ms
-
-
-def test_the_first_layers_are_not_looked_at_where_others_are_faster() -> None:
-    planner = planner_of("gpt2", speed_ratios=MEASURED)
-    limit = (3 * planner.simple()[OFFLOAD_ALL].peak_bytes + planner.kept.peak_bytes) // 4
-    all_found = {each.name: each for each in planner.first_layers_fitting(limit)}
-    offloaded = all_found[FIRST_OFFLOADED]
-    assert planner.kept.step_ms < offloaded.step_ms
-    faster = planner_of("gpt2", speed_ratios=MEASURED).first_layers_fitting(limit, [planner.kept])
-    assert FIRST_OFFLOADED not in {each.name for each in faster}
-    same = planner.first_layers_fitting(limit, [offloaded])
-    assert {each.name for each in same} >= {FIRST_OFFLOADED}
 
 
 @pytest.mark.thorough

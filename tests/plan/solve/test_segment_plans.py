@@ -94,14 +94,6 @@ def test_what_is_left_is_kept_or_offloaded_as_predicted(levers: Levers, tmp_path
 
 
 @pytest.mark.thorough
-def test_a_step_without_segments_has_more_to_decide_on() -> None:
-    plain, segments = planner_of(Levers()), planner_of(INPUTS)
-    assert plain.program.graph is not None and segments.program.graph is None
-    assert len(segments.program.slots) == 6 < len(plain.program.slots)
-    assert segments.simple()[OFFLOAD_ALL].peak_bytes < plain.simple()[KEEP_ALL].peak_bytes
-
-
-@pytest.mark.thorough
 def test_the_last_segment_is_kept_as_a_whole() -> None:
     """As the engine does it, where the configuration keeps one layer."""
     levers = Levers(checkpoint_every=4)  # two segments, of four and of two layers
@@ -118,21 +110,3 @@ def test_the_last_segment_is_kept_as_a_whole() -> None:
     settings = config_with(levers, policy="all")
     found = peak_of(training(), settings, MICRO_BATCH, LENGTH)
     assert found.peak_bytes == planner.simple()[OFFLOAD_ALL].peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "keep_last_layers", "every", "expected"),
-    [
-        (6, 1, 0, 1),
-        (6, 1, 1, 1),
-        (6, 1, 4, 2),
-        (6, 3, 4, 6),
-        (6, 0, 4, 0),
-        (6, 9, 2, 6),
-        (8, 1, 4, 4),
-    ],
-)
-def test_how_many_last_layers_are_kept(
-    num_layers: int, keep_last_layers: int, every: int, expected: int
-) -> None:
-    assert Levers(checkpoint_every=every).kept_layers(num_layers, keep_last_layers) == expected

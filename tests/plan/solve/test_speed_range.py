@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from random import Random
@@ -238,23 +237,6 @@ def test_links_between_are_tried_where_every_plan_loses_somewhere(
     assert asked == [first_between, math.sqrt(slow * first_between)]
 
 
-def test_what_loses_nowhere_within_30_percent_comes_before_what_is_nearest_to_the_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    times = {  # at the ratios of PRESET; half a link, where all but "first" lose, is the first
-        "whole": (110, 110, 110, 110),
-        "first": (100, 100, 100, 100),
-        "near": (130, 103, 84, 84),
-        "steady": (130, 101, 90, 90),
-        "given": (200, 200, 80, 80),
-    }
-    planner: Any = planner_of(small_opt(3))
-    monkeypatch.setattr(planner, "step_ms_at", lambda name, r: times[name][PRESET.index(r)])
-    monkeypatch.setattr(planner_module, "_rank", lambda name: (times[name][2],))
-    found = list(times)[2:]
-    assert planner._steadiest(found, ["whole"], ["first"], 1.0) == "steady"
-
-
 def test_plans_for_speeds_that_were_measured_look_at_a_slower_link_where_they_are_costly() -> None:
     planner = planner_of(small_opt(8), speed_ratios=MEASURED)
     simple = planner.simple()
@@ -279,16 +261,3 @@ def test_a_plan_made_for_another_link_fits_over_the_given_one() -> None:
         assert candidate.memory.fits(limit)
         assert candidate.step_ms == planner.step_ms_at(candidate, 1.0)
     assert planner.best_elsewhere(1.0) == []
-
-
-def test_a_scaled_link_keeps_what_is_no_speed() -> None:
-    planner = planner_of(small_opt(3))
-    other = planner._elsewhere
-    planner.best(min(each.peak_bytes for each in planner.simple().values()))
-    for ratio, each in other.items():
-        link, theirs = planner.conditions.link, each.conditions.link
-        assert theirs.d2h_gib_per_s == link.d2h_gib_per_s * ratio
-        assert dataclasses.replace(
-            theirs, d2h_gib_per_s=link.d2h_gib_per_s, h2d_gib_per_s=link.h2d_gib_per_s
-        ) == dataclasses.replace(link, host_memory_gib_per_s=link.host_memory_gib_per_s * ratio)
-    assert other

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.auto.recording import step_recording
 from hf_pyao.engine.stores import HostPool
@@ -63,21 +61,3 @@ def test_a_micro_batch_before_the_recorded_one_copies_nothing(
     monkeypatch.setattr(_StepOf, "before", before)
     assert recorded_step(training, 2, 64).program.slots == alone.program.slots
     assert calls
-
-
-def test_fake_buffers_of_a_size_are_one_and_real_ones_are_apart() -> None:
-    store = RecordingStore()
-    with FakeTensorMode():
-        buffers = [store.acquire(size) for size in (64, 64, 128)]
-        other = torch.empty(64, dtype=torch.uint8)
-    assert [each.data.nbytes for each in buffers] == [64, 64, 128]
-    assert buffers[0].data is buffers[1].data
-    assert store.used_bytes == 256
-    assert all(store.owns(each.data.untyped_storage()) for each in buffers)
-    assert not store.owns(other.untyped_storage())
-    for each in buffers:
-        store.release(each)
-    assert store.settle() == 0
-    store = RecordingStore()
-    real = [store.acquire(64).data for _ in range(2)]
-    assert real[0].data_ptr() != real[1].data_ptr()

@@ -86,34 +86,6 @@ def test_recomputing_in_all_but_the_last_layers(keep_last_layers: int) -> None:
 
 
 @pytest.mark.thorough
-def test_models_of_unequal_layers_are_recorded_whole() -> None:
-    config = AutoConfig.for_model("llama", **SHAPES["llama"])
-    fake = FakeTraining(config=config)
-
-    class Uneven(FakeTraining):
-        def model(self):  # type: ignore[no-untyped-def]
-            manager = super().model()
-
-            class Entered:
-                def __enter__(self):  # type: ignore[no-untyped-def]
-                    model, mode = manager.__enter__()
-                    model.model.layers[3].mlp.gate_proj.bias = None
-                    model.model.layers[3].self_attn.scaling *= 2
-                    return model, mode
-
-                def __exit__(self, *error):  # type: ignore[no-untyped-def]
-                    return manager.__exit__(*error)
-
-            return Entered()
-
-    even = record_step(fake, 1, 16)
-    uneven = record_step(Uneven(config=config), 1, 16)
-    assert len(even.packs) > 0
-    assert uneven.layer_names == even.layer_names
-    assert len(uneven.segments) == len(even.segments)
-
-
-@pytest.mark.thorough
 def test_other_programs_are_refused() -> None:
     program = record_step(training("llama"), 1, 16)
     with pytest.raises(ValueError, match="a program of 7 layers cannot be stretched to 9"):

@@ -131,25 +131,6 @@ def test_uploads_are_those_of_a_run(
         assert [nbytes for _, nbytes, _ in uploads_of(program, is_first_step=is_first)] == found
 
 
-def test_slots_need_not_hold_all_experts(small_groups: None) -> None:
-    resident = recorded("mixtral")
-    program = with_streamed_blocks(resident, range(NUM_LAYERS))
-    streamed = program.streamed
-    assert streamed.slot_bytes < block_bytes(resident)[0] / 4
-    gone_bytes = resident.resident_bytes - program.resident_bytes
-    assert 0 <= streamed.saved_bytes - gone_bytes < 512 * 2 * NUM_LAYERS, "but for alignment"
-    nothing = [False] * len(program.slots)
-    before, after = (predict(each, nothing, window_bytes=1) for each in (resident, program))
-    # A product of one group has a result beside that of all.
-    assert 0.9 * gone_bytes < before.peak_bytes - after.peak_bytes <= gone_bytes
-
-
-def test_small_layers_are_one_block() -> None:
-    program = with_streamed_blocks(recorded("mixtral"), range(NUM_LAYERS))
-    assert len(program.streamed.blocks) == NUM_LAYERS
-    assert program.streamed.slot_bytes == block_bytes(recorded("mixtral"))[0]
-
-
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern")  # of PEFT's own defaults
 def test_experts_that_have_adapters_stay_on_the_device() -> None:
     with_experts = recorded("mixtral")

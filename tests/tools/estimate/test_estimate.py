@@ -82,26 +82,6 @@ def test_a_model_with_fewer_positions_than_a_step_of_lengths_has_no_longest_sequ
     assert row.is_length_limited_by_positions
 
 
-def test_ways_that_offload_the_same_share_what_is_predicted() -> None:
-    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
-    ways = {way.name: way for way in WAYS}
-    for gib_per_s, is_same in ((1000.0, True), (0.01, False)):
-        link = LinkModel(d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s)
-        hardware = dataclasses.replace(SMALL, link=link)
-        estimator = Estimator(config, hardware, sequence_length=64, window=WINDOW)
-        rows = [
-            dataclasses.replace(
-                estimator.row(ways[name], micro_batch=64, with_longest=False), method=""
-            )
-            for name in ("policy all", "policy budget")
-        ]
-        assert (rows[0] == rows[1]) == is_same
-        apart = Estimator(config, hardware, sequence_length=64, window=WINDOW)
-        alone = apart.row(ways["policy budget"], micro_batch=64, with_longest=False)
-        assert dataclasses.replace(alone, method="") == rows[1]
-        assert len(estimator._shared) == len(apart._shared) * (1 if is_same else 2)
-
-
 @pytest.mark.thorough
 def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
     largest = {name: row.largest_micro_batch for name, row in rows.items()}
@@ -224,25 +204,6 @@ def test_the_command_prints_a_table_and_writes_json(
     assert "policy pyao" in page.read_text()
     assert main(["report", str(path)]) == 0
     assert "llama micro on rtx4070" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["plain", "zero2"])
-def test_lora_trains_adapters_alone(engine: str) -> None:
-    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
-    config.num_hidden_layers = 6
-    rows = [
-        Estimator(
-            config,
-            SMALL,
-            training_state="host" if engine == "zero2" else "device",
-            sequence_length=32,
-            lora_rank=rank,
-        ).row(WAYS[2], micro_batch=2, with_longest=False)
-        for rank in (None, 4)
-    ]
-    assert rows[1].largest_micro_batch > 0 or engine == "zero2"  # whose bucket is too large here
-    assert (rows[1].peak_bytes < rows[0].peak_bytes) or engine == "zero2"
 
 
 @pytest.mark.parametrize(

@@ -112,17 +112,6 @@ class _Layerless(PretrainedConfig):
     model_type = "layerless"
 
 
-@pytest.mark.thorough
-def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    peaks = {}
-    for head_loss in ("off", "chunked"):
-        options = ("--global-batch", "64", "--micro-batches", "64", "--head-loss", head_loss)
-        assert main([*FASTEST, *options, "--json"]) == 0
-        report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
-        peaks[head_loss] = report.rows[0].peak_bytes
-    assert peaks["chunked"] < peaks["off"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

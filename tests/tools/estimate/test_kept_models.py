@@ -10,7 +10,6 @@ from torch import nn
 from hf_pyao import PyAOConfig
 from hf_pyao.auto.recording import shrunk_model
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.model.tiles import mlp_proof
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import recorded_step
@@ -48,22 +47,6 @@ def test_a_kept_model_is_recorded_as_a_new_one(more: dict[str, object]) -> None:
             assert recorded_step(kept, batch, length, levers=levers) == expected
 
 
-def test_a_model_is_built_once_for_each_way_to_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    build = FakeTraining._build
-
-    def counted(self: FakeTraining) -> object:
-        built.append(self.checkpointing)
-        return build(self)
-
-    monkeypatch.setattr(FakeTraining, "_build", counted)
-    kept = training(kept=KeptModels())
-    for size in (1, 2, 3):
-        recorded_step(kept, size, 16)
-        recorded_step(dataclasses.replace(kept, checkpointing=True), size, 16)
-    assert built == [False, True]
-
-
 def test_equal_layers_are_found_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     look = shrunk_model._equal_layers
@@ -91,25 +74,6 @@ def test_equal_layers_are_found_once_and_put_back(monkeypatch: pytest.MonkeyPatc
     assert looked == [model, other]
 
 
-def test_mlps_are_proven_once_for_all_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    proven = []
-    prove = mlp_proof._prove
-
-    def counted(mlp: mlp_proof.FoundMLP) -> object:
-        proven.append(mlp)
-        return prove(mlp)
-
-    monkeypatch.setattr(mlp_proof, "_prove", counted)
-    kept, levers = training(kept=KeptModels()), Levers(mlp_tiles="auto")
-    recorded_step(kept, 1, 16, levers=levers)
-    num_proven = len(proven)
-    assert num_proven
-    recorded_step(dataclasses.replace(kept, checkpointing=True), 2, 16, levers=levers)
-    assert len(proven) == num_proven
-    recorded_step(training(), 1, 16, levers=levers)
-    assert len(proven) == 2 * num_proven, "of a model that nobody keeps"
-
-
 def test_a_model_is_dropped_if_its_step_fails() -> None:
     kept = training(kept=KeptModels())
     expected = recorded_step(kept, 1, 16)
@@ -119,14 +83,3 @@ def test_a_model_is_dropped_if_its_step_fails() -> None:
     with kept.model() as (second, _):
         assert second is not first
     assert recorded_step(kept, 1, 16) == expected
-
-
-def test_gradients_and_hooks_of_a_step_are_gone_before_the_next() -> None:
-    kept = training(kept=KeptModels())
-    recorded_step(kept, 1, 16)  # its gradients leave by hooks
-    with dataclasses.replace(kept, training_state="device").model() as (model, _):
-        kept.run(model, 1, 16)
-        assert all(each.grad is not None for each in model.parameters())
-    with kept.model() as (again, _):
-        assert again is model
-        assert all(each.grad is None for each in again.parameters())

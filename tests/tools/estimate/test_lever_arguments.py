@@ -18,7 +18,6 @@ from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.plan.predict.forecast import Forecast
 from hf_pyao.tools.estimate.lever_arguments import levers_of
 from hf_pyao.tools.option_table import add_rows
@@ -176,21 +175,6 @@ def test_what_long_context_implies_is_chosen(
     out = capsys.readouterr().out
     assert "layers do not run again as a whole" in out and "levers that were looked at" in out
     assert "follow it with: head_loss='chunked', mlp_tiles='auto'\n" in out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("every", [3, 1])
-def test_a_sweep_is_predicted_with_it(every: int, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--predict", "--budgets", "0,1,2,9", "--min-bytes", "1KiB", "--json")
-    more = ("--checkpoint-every", str(every), "--mlp-tiles", "2")
-    assert main(["sweep", "--model", MODEL, *SIZE, *options, *more]) == 0
-    report = SweepReport.from_dict(json.loads(capsys.readouterr().out))
-    assert setting(report.setup) == Levers(checkpoint_every=every, mlp_tiles=2)
-    nbytes = 2 * 128 * 64 * 2  # of a layer's input, in bfloat16
-    # Of five layers the last one is kept; with segments of three, that of the last two.
-    most = 4 if every == 1 else 1
-    expected = [min(budget, most) * nbytes for budget in (0, 1, 2, 9)]
-    assert [point.offloaded_bytes for point in report.points] == expected
 
 
 @pytest.mark.parametrize(
