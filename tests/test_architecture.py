@@ -247,10 +247,9 @@ WRITTEN_ELSEWHERE = {
     # A dictionary for what users add to a report; it is public.
     *((file, "report_extra") for file in ("auto/offloader.py", "hf/callback.py")),
     ("plan/documents/run.py", "report_extra"),
-    # Objects of bitsandbytes and of numpy, and fields of a dataclass, that have such attributes.
+    # Objects of bitsandbytes, and fields of a dataclass, that have such attributes.
     ("model/weights/quantised.py", "state"),
     ("model/weights/quantised.py", "tensors"),
-    ("engine/rerun/generators.py", "state"),
     ("model/head/lazy_outputs.py", "name"),
 }
 """Files that write an attribute of a class of another file all the same."""

@@ -9,7 +9,7 @@ import abc
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from hf_pyao.engine.torch_hooks.saved_tensor_hooks import Pack, pack_hook, pop_h
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
 
-if TYPE_CHECKING:
-    from hf_pyao.engine.recompute.segments import Segment
-
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 """What a tensor must have in common with the one that it stands in for."""
 
@@ -32,15 +29,41 @@ Streamed = Callable[[Tensor], StreamedTensor | None]
 """Returns what stands for a view of a streamed weight; None for other tensors."""
 
 
+class RunsAgain(Protocol):
+    """Layers that run again, part by part."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while a place holder is read."""
+        ...
+
+    @property
+    def check(self) -> ForwardCheck | None:
+        """Compares second runs with the first one; None in a forward that is not checked."""
+        ...
+
+    def name_of(self, part: Part) -> str:
+        """Name the layers of *part*, for messages."""
+        ...
+
+    def run_again(self, part: Part, task: int) -> None:
+        """Fill the place holders of *part* that live, for graph task *task*."""
+        ...
+
+    def forget(self, *, is_used_only: bool) -> None:
+        """Let go of what all place holders hold, or of what backward got already."""
+        ...
+
+
 class FilledSegments:
     """The segments that ran again and may hold tensors still."""
 
     def __init__(self) -> None:
-        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._segments: weakref.WeakSet[RunsAgain] = weakref.WeakSet()
         self.num_runs = 0
         """How often a segment filled place holders, or a layer of one that is nested."""
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: RunsAgain) -> None:
         """Count that *segment* runs again, and have the others forget what was used."""
         self.num_runs += 1
         for other in list(self._segments):
@@ -48,7 +71,7 @@ class FilledSegments:
                 other.forget(is_used_only=True)
         self._segments.add(segment)
 
-    def discard(self, segment: Segment) -> None:
+    def discard(self, segment: RunsAgain) -> None:
         """Forget *segment*, which holds nothing any more."""
         self._segments.discard(segment)
 
@@ -72,14 +95,14 @@ class Part:
         """Have the calls up to before *stop*, one more than before."""
         self.stop = stop
 
-    def pack(self, segment: Segment, layer: str, tensor: Tensor) -> PlaceHolder:
+    def pack(self, segment: RunsAgain, layer: str, tensor: Tensor) -> PlaceHolder:
         """Return what stands for *tensor*, which its call of *layer* saves."""
         if segment.check is not None:
             self.noted.append(segment.check.note(layer, tensor))
         self.metas.append((tensor.shape, tensor.dtype, tensor.device))
         return self.hold(segment, tensor)
 
-    def hold(self, segment: Segment, tensor: Tensor) -> PlaceHolder:
+    def hold(self, segment: RunsAgain, tensor: Tensor) -> PlaceHolder:
         """Return what stands for *tensor*, of which nothing is noted: its call runs once."""
         place_holder = PlaceHolder(segment, self)
         place_holder.fill(tensor.detach(), NO_TASK)
@@ -118,7 +141,7 @@ class PlaceHolder:
         "is_used",
     )
 
-    def __init__(self, segment: Segment, part: Part) -> None:
+    def __init__(self, segment: RunsAgain, part: Part) -> None:
         self._give: Callable[[], Tensor] | None = None
         """Returns the tensor of a call that is not to run again."""
         self._segment = segment

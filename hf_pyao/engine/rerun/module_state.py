@@ -100,7 +100,12 @@ class StateOfCall:
             if each is not None and ((at, name) in state.written or isinstance(module, _NormBase))
         }
         """Of buffers, by their ids."""
-        self._handles = [each.get(_HANDLES) for each in attributes]
+        self._patches = [
+            (vars(module), {key: each[key] for key in each if key.startswith("_pyao_")})
+            for module, each in zip(self._modules, attributes, strict=True)
+            if _HANDLES in each
+        ]
+        """What runs instead of forwards, such as tiles: that of the first run runs again."""
 
     # ---- the end of the first run --------------------------------------------------------------
 
@@ -152,11 +157,16 @@ class StateOfCall:
         before = list(map(dict.copy, tables))
         are_training = list(map(_IS_TRAINING, held))
         are_trained = list(map(_IS_TRAINED, self._tensors))
+        patches = [{key: now[key] for key in then if key in now} for now, then in self._patches]
         try:
+            for (attributes, then), now in zip(self._patches, patches, strict=True):
+                attributes.update((key, then[key]) for key in now)
             self._switch(held, self._are_training, self._are_trained)
             fill(tables, self._tables_then(before))
             yield
         finally:
+            for (attributes, _), now in zip(self._patches, patches, strict=True):
+                attributes.update(now)
             fill(tables, before)
             self._switch(held, are_training, are_trained)
 
@@ -167,8 +177,6 @@ class StateOfCall:
             now = look_at(map(vars, self._modules))
             other = change(self._look, now._replace(counts=self._look.counts), self._state.names)
             changed = other and f"{other} was changed"
-        if [vars(module).get(_HANDLES) for module in self._modules] != self._handles:
-            changed = "parts of it that run in tiles or groups were exchanged (as by detach())"
         if changed:
             raise SavedTensorModifiedError(
                 f"{self._state.name} has to run again in backward (checkpoint_every, mlp_tiles), "
