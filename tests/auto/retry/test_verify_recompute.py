@@ -20,6 +20,7 @@ from hf_pyao.engine.recompute.verification import (
     NUM_FIRST_FORWARDS,
     PERIOD,
     SecondRunCheck,
+    SecondRuns,
 )
 from hf_pyao.errors import RecomputationError
 
@@ -246,6 +247,16 @@ def test_modes_say_which_forwards_are_checked(mode, expected):
 
 def test_later_forwards_are_sampled():
     assert num_checked_in(PERIOD + 2, lambda _: None, "auto") == NUM_FIRST_FORWARDS + 1
+
+
+def test_19_of_1000_forwards_are_checked_and_the_first_ones_at_most_are_dearer():
+    second_runs = SecondRuns(SecondRunCheck("auto"), "segment")
+
+    found = [second_runs.of_forward(number) for number in range(1000)]
+
+    checked = [each for each in found if each is not None]
+    assert len(checked) == NUM_FIRST_FORWARDS + 16
+    assert sum(each.runs_twice for each in checked) == 1
 
 
 def test_nothing_is_read_in_steps_that_are_not_checked(monkeypatch):

@@ -21,6 +21,7 @@ from torch import nn
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.model_hooks import CheckpointFunction
 from hf_pyao.engine.stores import HostPool
+from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.errors import ConflictError, NoLayersFoundError
 from tests.helpers import (
     EVERY_LAYER,
@@ -565,3 +566,25 @@ def test_sparse_and_nested_tensors_stay_as_they_are() -> None:
 
 # ---- helpers
 # ----------------------------------------------------------------------------------------
+
+
+def test_sparse_inputs_of_a_layer_are_no_concern() -> None:
+    sparse = torch.eye(2).to_sparse()
+    mask = torch.ones(2)
+    (found,) = shared_inputs((torch.ones(2, 2), sparse, mask), {})
+    assert found is mask
+    assert shared_inputs((sparse, mask), {}) == [mask]
+
+
+def test_what_layers_share_is_told_from_their_hidden_states() -> None:
+    hidden, mask, cos = torch.ones(2, 2), torch.ones(2), torch.ones(3)
+    view = hidden[0]
+    assert shared_inputs((hidden,), {}) == []
+    found = shared_inputs((hidden, mask), {"position": (cos, None), "again": view})
+    assert {id(tensor) for tensor in found} == {id(mask), id(cos)}
+    for name in ("hidden_states", "x"):
+        found = shared_inputs((), {name: hidden, "attention_mask": mask, "cos": cos})
+        assert {id(tensor) for tensor in found} == {id(mask), id(cos)}
+    assert shared_inputs((), {"mask": mask, "hidden_states": hidden}) == [mask]
+    assert shared_inputs((), {"mask": mask, "hidden_states": (hidden, cos)}) == [mask]
+    assert list(tensors_in({"a": [hidden, (mask, 3)], "b": None})) == [hidden, mask]

@@ -18,12 +18,14 @@ from hf_pyao.engine.runtime.policy import (
     Offload,
     Policy,
     Recompute,
+    RecomputeSelected,
     Situation,
     as_policy,
 )
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
+from hf_pyao.plan.policies.budget import OffloadBudget
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
@@ -248,6 +250,25 @@ def test_optional_parts_of_such_an_object_are_used() -> None:
     assert policy.for_forward().decide(slot, Situation()) is OFFLOAD
     assert [len(each.asked) for each in Counting.made] == [1]
     assert as_policy(policy) is policy
+
+
+def test_what_is_wrapped_around_a_policy_says_what_that_says() -> None:
+    budget = OffloadBudget(0, max_tensors=1)
+    wrapped = KeepLastLayers(RecomputeSelected(budget, {}, is_pointwise=True), first_kept=1)
+    assert wrapped.innermost is budget
+    assert (wrapped.is_static, wrapped.may_recompute, wrapped.rests) == (False, True, False)
+    first, last = (Slot(f"layers.{i}", i, "mlp", 0, 8, torch.float32) for i in (0, 1))
+    forward = wrapped.for_forward()
+    for _ in range(3):  # what is only asked for uses nothing of the budget
+        assert forward.would_decide(first, Situation()) == Recompute(OFFLOAD)
+        assert forward.would_decide(last, Situation()) == Keep("last layer")
+    kept = KeepLastLayers(budget, 1).for_forward()
+    assert [kept.would_decide(first, Situation()) for _ in range(3)] == [OFFLOAD] * 3
+
+    lossy = PlanPolicy(Plan(slots=[PlannedSlot(name="mlp:0", action="offload", codec="int8")]))
+    both = KeepLastLayers(RecomputeSelected(lossy, {"layers.0": frozenset({"mlp"})}), 1)
+    assert lossy.may_lose and both.may_lose
+    assert both.innermost is lossy
 
 
 def test_the_plan_that_is_followed_is_found_within_what_is_wrapped_around_it() -> None:

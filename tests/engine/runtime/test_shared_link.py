@@ -104,6 +104,14 @@ def test_more_models_come_to_a_window_that_the_first_has_changed() -> None:
         assert one.link.limit_bytes == 2 * SLOT_BYTES
 
 
+def test_after_the_last_model_the_window_is_as_configured() -> None:
+    with attach(stack(4), CONFIG, transport=FarAhead()) as one:
+        one.engine.wait_for_every_copy()
+        assert one.link.limit_bytes == 0
+    with attach(stack(4), CONFIG, link=one.link) as other:
+        assert other.link.limit_bytes == WINDOW
+
+
 def test_plans_of_the_first_learn_of_the_others() -> None:
     """What binds a plan is asked for when it is made: models come and go."""
     with attach(stack(4), CONFIG, transport=FarAhead()) as one:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_pyao import attach
+from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.errors import ConflictError
 from hf_pyao.plan.documents.profile import Profile
@@ -121,6 +122,15 @@ def test_what_page_locks_memory_is_not_measured() -> None:
             step(model)
         assert done == [profiler]
     assert profiler.num_uncounted == 2
+    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
+    once = {module.path: module.num_packs for module in calls if module.num_packs}
+    with attach(model, EVERY_LAYER) as offloader:
+        profiler = StepProfiler(offloader.engine.link.transport, offloader.device, 2, done.append)
+        offloader.engine.observe(profiler)
+        step(model)
+        step(model)
+    calls = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d").modules
+    assert once == {module.path: module.num_packs for module in calls if module.num_packs}
 
 
 def test_memory_that_keeps_growing_is_measured_in_the_end() -> None:
@@ -227,3 +237,42 @@ def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
         offloader.engine.observe(None)  # for others alone
         assert offloader.engine.observer is timeline
         assert timeline.spans()
+
+
+def test_several_observers_hear_the_same_and_may_leave() -> None:
+    class Counting(Observer):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+            self.heard.append(f"pack {path}")
+
+        def on_unpack(self, slot: object) -> None:
+            self.heard.append(f"unpack {slot}")
+
+        def on_slot(self, slot: object, stays: object, decision: object) -> None:
+            self.heard.append(f"slot {slot}")
+
+        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
+            self.heard.append(f"{direction} {label}")
+
+        def on_micro_batch(self, stats: object) -> None:
+            self.heard.append("micro-batch")
+
+    model = tiny_model("gpt2")
+    first, second, late = Counting(), Counting(), Counting()
+    with attach(model, EVERY_LAYER) as offloader:
+        offloader.engine.observe(first, second)
+        step(model)
+        offloader.engine.stop_observing(first)
+        offloader.engine.observe_too(late)
+        step(model)
+        offloader.engine.stop_observing(late)
+        offloader.engine.observe(None)
+        num_heard = len(second.heard)
+        step(model)
+    assert second.heard == first.heard + late.heard
+    assert late.heard
+    assert len(second.heard) == num_heard
+    kinds = {each.split()[0] for each in first.heard}
+    assert kinds == {"pack", "unpack", "slot", "offload", "reload", "micro-batch"}

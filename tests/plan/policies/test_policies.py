@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto.recording.forward_watch import ForwardWatch
-from hf_pyao.auto.recording.seen_forward import SeenForward
-from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import POLICY_NAMES
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.policy import Offload, Situation
@@ -29,6 +26,7 @@ from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OVER_BUDGET, OffloadBudget
 from hf_pyao.plan.policies.by_name import POLICIES
 from hf_pyao.plan.policies.plan_policy import PLANNED, PlanPolicy
+from tests.auto.recording.test_model_copy import program_of
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.helpers.simulation.transport import SimulatedTransport
 
@@ -405,7 +403,7 @@ def test_what_a_flagged_part_saves_is_recomputed_whoever_saved_it_before(
     saved = found[0].saved()
     plan = plan_of_rule([flagged], saved, found[0].throughput_gib_per_s())
     assert {slot.name for slot in plan.slots} == slots
-    recorded = record_fake_step(_watched(model).step())[0].whole()
+    recorded = program_of(model)
     assert {path: set(names) for path, names in saved_by(recorded).items()} == {
         path: set(names) for path, names in saved.items()
     }
@@ -414,15 +412,6 @@ def test_what_a_flagged_part_saves_is_recomputed_whoever_saved_it_before(
         figures = offloader.metrics()
     sizes = {slot.name: slot.nbytes for slot in recorded.slots if slot.layer == 0}
     assert figures["recomputed_bytes"] == 3 * sum(sizes[name] for name in slots)
-
-
-def _watched(model: torch.nn.Module) -> ForwardWatch:
-    def before(seen: SeenForward, *, is_first: bool) -> None:
-        del seen, is_first
-
-    watch = ForwardWatch(model, None, before)
-    step(model)
-    return watch
 
 
 def test_a_plan_that_cannot_be_kept_ends_no_training(

@@ -127,6 +127,17 @@ def test_copies_end_when_a_simulation_of_their_units_says(seed: int) -> None:
     assert found[-1] == pytest.approx(expected[-1], rel=0.02)
 
 
+def test_other_copies_pass_while_a_block_waits_for_the_disk() -> None:
+    lanes = TimedLanes(link_with(0.1))
+    from_disk = Copy(RELOAD, 100 * UNIT, 0.0, staging_bytes=10 * UNIT)
+    other = Copy(RELOAD, 10 * UNIT, 1.0)
+    lanes.book(from_disk)
+    lanes.book(other)
+    assert lanes.wait(other, 0.0) == pytest.approx(11.0)
+    # Its first bytes, which the host has, go behind the other copy; the disk reads the rest.
+    assert lanes.wait(from_disk, 0.0) == pytest.approx(11.0 + 900.0, rel=0.01)
+
+
 def test_layers_on_the_host_are_spread_and_as_many_as_fit() -> None:
     share = disk_share([100] * 20, 1e9)
     assert share.layers == ()

@@ -237,6 +237,23 @@ def test_links_between_are_tried_where_every_plan_loses_somewhere(
     assert asked == [first_between, math.sqrt(slow * first_between)]
 
 
+def test_what_loses_nowhere_within_30_percent_comes_before_what_is_nearest_to_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {  # at the ratios of PRESET; half a link, where all but "first" lose, is the first
+        "whole": (110, 110, 110, 110),
+        "first": (100, 100, 100, 100),
+        "near": (130, 103, 84, 84),
+        "steady": (130, 101, 90, 90),
+        "given": (200, 200, 80, 80),
+    }
+    planner: Any = planner_of(small_opt(3))
+    monkeypatch.setattr(planner, "step_ms_at", lambda name, r: times[name][PRESET.index(r)])
+    monkeypatch.setattr(planner_module, "_rank", lambda name: (times[name][2],))
+    found = list(times)[2:]
+    assert planner._steadiest(found, ["whole"], ["first"], 1.0) == "steady"
+
+
 def test_plans_for_speeds_that_were_measured_look_at_a_slower_link_where_they_are_costly() -> None:
     planner = planner_of(small_opt(8), speed_ratios=MEASURED)
     simple = planner.simple()
