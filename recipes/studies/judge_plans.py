@@ -19,7 +19,7 @@ Three tables, none of it measured on a GPU:
     solver    how long the integer program takes for 80 layers of 40 slots, and how far it is from
               its bound
 
-The grid's times come from a replay (`hf_pyao/tools/estimate/replayed_step.py`): the predictor's
+The grid's times come from a replay (`tests/helpers/simulation/replayed_step.py`): the predictor's
 walk on the simulation's clock. Rows of the targets, and twelve points of the grid, are judged by
 the engine itself on fake tensors: the plan is recorded, and replayed.
 """
