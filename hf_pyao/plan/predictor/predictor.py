@@ -6,6 +6,7 @@ step comes from: a model by its name, a copy of a live model, a profile.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,10 +185,12 @@ class Predictor:
         """Return what chooses a plan: levers and streamed weights among those that are free."""
         if self._newest is None or self._newest[0] != size:
             binds = self.binds
+            # Of a copy: what is chosen with is held here, and must not hold this in turn.
+            planner = copy.copy(self).planner
             levers = LeverChoice(
                 binds.levers,
-                self.planner(size, binds.levers),
-                lambda each: self.planner(size, each),
+                planner(size, binds.levers),
+                lambda each: planner(size, each),
                 binds.room,
             )
             self._newest = size, StreamingChoice(levers, binds.stream_weights)
