@@ -18,7 +18,7 @@ from hf_pyao.ranks import ProcessRank, process_rank
 
 PACKAGE = Path(hf_pyao.__file__).parent
 HOME = PACKAGE / "ranks.py"
-NAMED_SO = {("estimate", "common_arguments.py")}
+NAMED_SO = {("tools", "option_table.py")}
 """Where ``RANK`` is the metavar of LoRA's rank."""
 
 
