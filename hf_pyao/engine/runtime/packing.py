@@ -212,7 +212,7 @@ class Packer(HookSide):
             record: WatchedStorage | None = entry()
             if record is None or record.version != version:
                 continue
-            if visitor_of(record.home) is not None:
+            if record.home is not None and visitor_of(record.home) is not None:
                 elsewhere = record
                 continue
             shares_counter = record.shares_counter_with(tensor)
@@ -308,7 +308,7 @@ class Packer(HookSide):
     ) -> Handle:
         """Decide on a storage of a traced layer, which may be dropped too."""
         assert call.recomputation is not None
-        if call.tape.is_elsewhere(tensor.device):
+        if call.tape.has_streams and call.tape.is_elsewhere(tensor.device):
             call.fork()
         stays = self._reason_to_stay(call, tensor, storage, slot.nbytes)
         decision = _ask(call, slot, call.recomputation.producer_of(storage), stays)
@@ -437,7 +437,7 @@ class Packer(HookSide):
         """Move *tensor*'s storage off the device; where the mover finds no room, it stays."""
         if not has_bytes(tensor):
             return self._keep(call, tensor, storage, slot, UNSUPPORTED)
-        if call.tape.is_elsewhere(tensor.device):
+        if call.tape.has_streams and call.tape.is_elsewhere(tensor.device):
             return self._keep(call, tensor, storage, slot, OTHER_STREAM)
         codec = decision.codec or self._codec
         if not codec.is_lossless and (self._packs_parts or self._is_row_statistic(call, tensor)):

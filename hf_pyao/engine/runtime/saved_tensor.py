@@ -261,7 +261,7 @@ class SavedStorage(WatchedStorage):
 
     def is_equal_here(self, nbytes: int) -> bool:
         """Say whether *nbytes* equal to its own may be read from it, saved on this stream."""
-        return self.nbytes == nbytes and visitor_of(self.home) is None
+        return self.nbytes == nbytes and (self.home is None or visitor_of(self.home) is None)
 
     def settle(self) -> None:
         """Queue the copy to the host if it was put off."""

@@ -360,6 +360,8 @@ class Tape:
         self.micro_batch = MicroBatch(self)
         self._homes = streams_now()
         """The compute stream on which it began; of a further device the first one seen."""
+        self.has_streams = bool(self._homes)
+        """False where compute has no streams, as on a CPU: nothing is elsewhere."""
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Say whether compute on *device* is on another stream now than this forward's."""

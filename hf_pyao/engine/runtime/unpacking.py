@@ -96,7 +96,7 @@ class Unpacker(HookSide):
             assert type(handle) is StreamedTensor
             return handle.give()
         home = handle.storage.home
-        visitor = visitor_of(home)
+        visitor = None if home is None else visitor_of(home)
         with self._lock:
             if home is None or visitor is None:
                 return self._unpack(handle)
