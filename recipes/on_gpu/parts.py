@@ -201,7 +201,8 @@ def run_tests(files: Sequence[str], request: Request, *, allocator: str = "") ->
     if allocator:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     # -W default: a warning that another release gives must not waste a lease.
-    options = ["-m", "gpu", "-v", "--tb=short", "-W", "default", "-p", "no:cacheprovider"]
+    options = ["-m", "gpu", "-v", "--no-header", "--tb=short", "-W", "default"]
+    options += ["-p", "no:cacheprovider"]
     options.append("--continue-on-collection-errors")  # a package that is missing costs its file
     if len(files) > 3 and importlib.util.find_spec("xdist") is not None:
         options += ["-n", "2" if request.is_smoke else "4"]
