@@ -17,15 +17,14 @@ from bench.board_peers import PEERS, _replaced_forwards, _same_attributes
 from bench.board_report import BoardEntry, BoardReport, board_view, rows_of
 from bench.board_trial import BoardBench, largest_error, peak_of_step
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchRow
-from hf_pyao.tools.bench.arguments import SMOKE_MODEL
 from hf_pyao.tools.bench.measure import Bench
 from hf_pyao.tools.bench.methods import find_method, known_methods
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
 from hf_pyao.tools.bench.worker import make_bench, run_trial
-from hf_pyao.tools.estimate.model_specs import parse_model
 from hf_pyao.tools.report.tables import markdown_of_view
 from tests.helpers.documents import make_row
 from tests.recipes.conftest import RECIPES
+from tests.tools.bench.conftest import smoke_setup
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -33,15 +32,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="session")
 def setup() -> BenchSetup:
-    """One warm-up step and two timed ones of a model of two layers."""
-    return BenchSetup(
-        model=parse_model(SMOKE_MODEL),
-        sequence_length=16,
-        dtype="float32",
-        device="cpu",
-        num_warmup=1,
-        num_steps=2,
-    )
+    return smoke_setup()
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from hf_pyao.tools.bench.worker import make_bench
 from hf_pyao.tools.estimate.model_specs import parse_model
 
 
-@pytest.fixture(scope="session")
-def setup() -> BenchSetup:
-    """One warm-up step and two timed ones of a model of two layers."""
+def smoke_setup() -> BenchSetup:
+    """Return one warm-up step and two timed ones of a model of two layers."""
     return BenchSetup(
         model=parse_model(SMOKE_MODEL),
         sequence_length=16,
@@ -22,6 +21,11 @@ def setup() -> BenchSetup:
         num_warmup=1,
         num_steps=2,
     )
+
+
+@pytest.fixture(scope="session")
+def setup() -> BenchSetup:
+    return smoke_setup()
 
 
 @pytest.fixture
