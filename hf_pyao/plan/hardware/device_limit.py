@@ -127,5 +127,11 @@ def beside_bytes(
 
 
 def gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Return the bytes of the gradients that are there."""
-    return sum(local_part(each.grad).nbytes for each in parameters if each.grad is not None)
+    """Return the bytes of the gradients that are there; sparse ones count what they hold."""
+    gradients = (local_part(each.grad) for each in parameters if each.grad is not None)
+    return sum(
+        each._indices().nbytes + each._values().nbytes
+        if each.layout is torch.sparse_coo
+        else each.nbytes
+        for each in gradients
+    )

@@ -8,7 +8,7 @@ import torch
 from hf_pyao.model.losses.chunking import default_budget_bytes
 from hf_pyao.plan.hardware import device_limit, device_speeds
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
+from hf_pyao.plan.hardware.device_limit import allocator_settings, gradient_bytes, release_cached
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
 from hf_pyao.plan.hardware.device_speeds import hardware_of
 from hf_pyao.plan.hardware.link_speed import LinkSpeed
@@ -96,3 +96,11 @@ def test_a_card_without_a_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     found = hardware_of(CUDA)
     assert (found.device.tflop_per_s, found.link.h2d_gib_per_s) == (400.0, 41.0)
     assert (found.kernels.num_multiprocessors, found.kernels.capability) == (114, 90)
+
+
+def test_sparse_gradients_have_bytes_too() -> None:
+    rows, width = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 2, bias=False)
+    width(rows(torch.tensor([1, 2, 5]))).sum().backward()
+    rows_bytes, indices_bytes = 3 * 4 * 4, 3 * 8
+    parameters = [*rows.parameters(), *width.parameters(), torch.nn.Parameter(torch.ones(3))]
+    assert gradient_bytes(parameters) == rows_bytes + indices_bytes + 4 * 2 * 4
