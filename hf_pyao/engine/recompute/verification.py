@@ -116,7 +116,7 @@ class ForwardCheck:
             has_projection = has_projection and not inner_tensors(tensor)
         projection = check.fingerprints.projection(tensor) if has_projection else None
         eps = torch.finfo(tensor.dtype).eps if has_projection else 0.0
-        is_compared = not _is_workspace(tensor)
+        is_compared = not _may_be_unwritten(tensor)
         fingerprint = check.fingerprints.of(tensor) if is_compared else _no_bits(tensor.device)
         return Noted(layer, fingerprint, projection, eps)
 
@@ -142,11 +142,15 @@ class ForwardCheck:
             counters[_UNSTEADY, layer] += _differences(before, now).sum()
 
 
-def _is_workspace(tensor: Tensor) -> bool:
-    """Say whether *tensor* is memory that a kernel kept for its backward, as of an LSTM.
+def _may_be_unwritten(tensor: Tensor) -> bool:
+    """Say whether *tensor* is memory that a kernel kept for its backward and need not write.
 
-    A kernel need not write all of it, so that its bits are no result.
+    Its bits are no result then. So are the workspace of an LSTM, and the seed and the offset of
+    an attention kernel: without dropout, torch saves them as it allocated them. With dropout they
+    show in the attention's output, which is compared.
     """
+    if tensor.dtype in (torch.int64, torch.uint64):
+        return tensor.dim() == 0 or (tensor.dtype is torch.uint64 and tensor.numel() == 2)
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 

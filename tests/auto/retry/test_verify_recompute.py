@@ -194,9 +194,33 @@ class Recurrent(GradientCheckpointingLayer):
         return x - self.rnn(x)[0]
 
 
-def test_what_a_kernel_leaves_unwritten_is_no_difference():
+class Seeded(torch.autograd.Function):
+    """Saves a seed and an offset that it has not written, as attention kernels without dropout."""
+
+    junk = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Seeded.junk += 1
+        seed = torch.full((2,), Seeded.junk, dtype=torch.uint64)
+        ctx.save_for_backward(seed, torch.tensor(-Seeded.junk))
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return 3 * grad
+
+
+class Attention(GradientCheckpointingLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Seeded.apply(x).sin()
+
+
+@pytest.mark.parametrize("layer", [Recurrent, Attention])
+def test_what_a_kernel_leaves_unwritten_is_no_difference(layer):
     torch.manual_seed(0)
-    model = nn.Sequential(Recurrent(), Recurrent()).train()
+    model = nn.Sequential(nn.Linear(6, 6), layer(), layer()).train()
     with attach(model, replace(EVERYTHING, checkpoint_every=1, verify_recompute="always")):
         for length in (3, 4, 9, 5):
             junk = [torch.randn(n) for n in range(1, 300, 7)]  # fills memory that is used again
