@@ -181,7 +181,9 @@ class SegmentLifecycle(Lifecycle):
         """
         if self._here.is_running_again:
             return None
-        if not self.length:
+        layer = self._layers.get(module)
+        is_plain = layer is not None and not self.engine.policy.runs_again(layer.index)
+        if not self.length or is_plain:
             return super().enter(
                 module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
             )
@@ -189,7 +191,6 @@ class SegmentLifecycle(Lifecycle):
             return super().enter(module, args, kwargs, is_compiling=is_compiling)
         if not torch.is_grad_enabled():
             return None
-        layer = self._layers.get(module)
         if layer is None or self._is_removed or not self.serves(module):
             return None
         reason = reason_to_pass_over()

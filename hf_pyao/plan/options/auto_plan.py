@@ -58,7 +58,11 @@ def plan_of(
         number
         for layer in range(program.num_layers)
         for number in chosen_slots(planner.stepper, layer, conditions)
+        if layer >= chosen.num_checkpointed
     }
+    changed = {} if levers is None else levers.levers.settings()
+    if chosen.num_checkpointed:
+        changed |= {"checkpoint_every": 1}
     table: defaultdict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
     for number, slot in enumerate(program.slots):
         if number in decided:
@@ -89,11 +93,12 @@ def plan_of(
         model=dict(model or {}),
         slots=slots,
         otherwise=_otherwise(chosen, conditions),
-        replayed_modules=sorted(chosen.products),
+        replayed_modules=[] if chosen.num_checkpointed else sorted(chosen.products),
         facts=_facts(facts, chosen, limit_bytes, configured.kept),
         figures={**_figures(chosen, configured), **(figures or {})},
         front=_front(planner, chosen, num_front_points),
-        levers=levers.levers.settings() if levers else {},
+        levers=changed,
+        num_checkpointed=chosen.num_checkpointed or None,
         levers_reason=levers.reason if levers else "",
         lever_settings=_lever_settings(levers) if levers else [],
     )
@@ -266,7 +271,9 @@ def describe(plan: Plan) -> str:
         if action in counts
     )
     changes = described_levers(plan)
-    if changes:
+    if plan.num_checkpointed is not None:
+        what = f"checkpointing of the first {plan.num_checkpointed} layers, the others are kept"
+    elif changes:
         # What runs again is not kept: of each segment its input is.
         is_kept = every and name == KEEP_ALL
         what = f"{changes}, nothing is offloaded" if is_kept else f"{changes}: {what}"
