@@ -327,8 +327,8 @@ class AutoActions:
         On a fast device Python decides how long a plan takes, and no prediction knows all of that.
         So what was measured counts, once. What replaces the plan is timed in turn.
         """
-        other = draft.checkpointed()
-        if other is None or CHECKPOINTING in known:
+        other = None if CHECKPOINTING in known else draft.checkpointed()
+        if other is None:
             return None
         measured_ms = typical(timed).layers_ms
         other_ms = ExpectedTimes.of(other.chosen.step, other.chosen.timed).layers_ms

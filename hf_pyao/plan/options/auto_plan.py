@@ -22,7 +22,7 @@ from hf_pyao.plan.documents.plan import (
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanFacts
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.solve.optimal import bound_ms
-from hf_pyao.plan.solve.planner import KEEP_ALL, PLANNED, Candidate, Planner
+from hf_pyao.plan.solve.planner import FIRST_RUN_AGAIN, KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
 from hf_pyao.settings.removed import REMOVED_SETTINGS
 
@@ -241,7 +241,8 @@ def described_levers(plan: Plan) -> str:
         for name, value in plan.levers.items()
         if value is not None and name not in REMOVED_SETTINGS
     }
-    return Levers(**levers).describe()
+    words, first = Levers(**levers).describe(), plan.num_checkpointed
+    return words if first is None else words.replace("each layer", f"the first {first} layers")
 
 
 def describe(plan: Plan) -> str:
@@ -271,11 +272,9 @@ def describe(plan: Plan) -> str:
         if action in counts
     )
     changes = described_levers(plan)
-    if plan.num_checkpointed is not None:
-        what = f"checkpointing of the first {plan.num_checkpointed} layers, the others are kept"
-    elif changes:
+    if changes:
         # What runs again is not kept: of each segment its input is.
-        is_kept = every and name == KEEP_ALL
+        is_kept = every and name in (KEEP_ALL, FIRST_RUN_AGAIN)
         what = f"{changes}, nothing is offloaded" if is_kept else f"{changes}: {what}"
     if facts.step_ms is not None and facts.kept_step_ms:
         what += (

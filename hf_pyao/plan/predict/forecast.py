@@ -146,6 +146,7 @@ class Forecast:
             window_bytes=self.window_bytes,
             allocator=self.allocator,
             is_blocking=self.is_blocking,
+            host=self.host,
         )
 
     def plan(

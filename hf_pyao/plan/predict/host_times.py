@@ -9,7 +9,7 @@ from hf_pyao.plan.hardware.host_model import HostCosts
 from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
 
-FASTEST, SLOWEST = 0.25, 8.0
+FASTEST, SLOWEST = 0.25, 3.0
 """Times the defaults of :class:`HostCosts`: what is beyond was not measured well."""
 
 
