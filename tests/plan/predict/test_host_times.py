@@ -33,7 +33,7 @@ from tests.helpers.hardware import HARDWARE
 from tests.helpers.simulation.simulated_step import simulate_step
 
 MODELS = {
-    "opt": "opt:hidden_size=48,ffn_dim=192,num_hidden_layers=9,num_attention_heads=4,"
+    "opt": "opt:hidden_size=48,ffn_dim=192,num_hidden_layers=4,num_attention_heads=4,"
     "vocab_size=96,word_embed_proj_dim=48",
     "llama": "llama:hidden_size=48,intermediate_size=144,num_hidden_layers=5,"
     "num_attention_heads=4,vocab_size=96",
@@ -52,6 +52,7 @@ def program_of(name: str) -> StepProgram:
     return record_step(training(name), MICRO_BATCH, LENGTH, levers=Levers())
 
 
+@cache
 def planner_of(host: HostCosts | None, name: str = "opt") -> Planner:
     program = program_of(name)
     times_ms = operation_times_ms(program, HARDWARE.device)
