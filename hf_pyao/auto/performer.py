@@ -15,8 +15,8 @@ from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.states import Mode, Purpose, SetState, Source, State
 from hf_pyao.auto.measuring import num_bare
 from hf_pyao.auto.plans.batch_fit import LARGER, ready_of
-from hf_pyao.auto.plans.correction import LEAST_TIMED, beside, find_off
-from hf_pyao.auto.plans.draft import Draft, choice_of
+from hf_pyao.auto.plans.correction import CHECKPOINTING, LEAST_TIMED, beside, find_off
+from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.auto.plans.kept_plans import PlanFiles
 from hf_pyao.auto.plans.plan_timing import (
     LOSES,
@@ -41,7 +41,6 @@ from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.hardware.device_limit import gradient_bytes
 from hf_pyao.plan.solve.correction import ExpectedTimes
-from hf_pyao.plan.solve.planner import CHECKPOINT
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
 
@@ -99,8 +98,6 @@ class AutoActions:
         self._check: PlanCheck | None = None
         self._grown_bytes: dict[str, int] = {}
         """What the plan that was checked last took on the device."""
-        self._has_compared = False
-        """Whether it was said that checkpointing would be faster."""
         self._recorded_key: bytes | None = None
         """Which parameters were trained when the step of the newest profile was recorded."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
@@ -306,9 +303,15 @@ class AutoActions:
             ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)
             words = f"its step takes {more} more than predicted"
             return on.Judged(on.Corrected(ready, draft, words, frozenset(), is_another=True))
+        if CHECKPOINTING in now.causes:  # which was tried whatever was predicted
+            lost = self._lost(draft, times.plan, times.before, ())
+            if lost is not None:
+                return on.Judged(lost=lost)
         corrected = self._corrected(draft, times.plan, now.causes)
         if corrected is None or not corrected.is_another:
-            self._compare_with_checkpointing(draft, times.plan)
+            checkpointed = self._checkpointed(draft, times.plan, now.causes)
+            if checkpointed is not None:
+                return on.Judged(checkpointed)
         if corrected is None:
             return on.Judged(lost=self._lost(draft, times.plan, times.before, times.fallback))
         if corrected.is_another:
@@ -316,26 +319,24 @@ class AutoActions:
         fallback = () if corrected.is_speed else times.fallback
         return on.Judged(corrected, self._lost(corrected.draft, times.plan, times.before, fallback))
 
-    def _compare_with_checkpointing(self, draft: Draft, timed: Sequence[TimedMicroBatch]) -> None:
-        """Say, once, that checkpointing would be faster than what the plan came to."""
-        choice = choice_of(draft.request, draft.profile, draft.record)
-        other = choice.with_streamed(draft.num_streamed).configured.simple().get(CHECKPOINT)
-        if other is None or self._has_compared or draft.keeps_all:
-            return
+    def _checkpointed(
+        self, draft: Draft, timed: Sequence[TimedMicroBatch], known: frozenset[str]
+    ) -> on.Corrected | None:
+        """Return checkpointing of as few layers as fit, where the plan takes longer than that.
+
+        On a fast device Python decides how long a plan takes, and no prediction knows all of that.
+        So what was measured counts, once. What replaces the plan is timed in turn.
+        """
+        other = None if CHECKPOINTING in known else draft.checkpointed()
+        if other is None:
+            return None
         measured_ms = typical(timed).layers_ms
-        other_ms = ExpectedTimes.of(other.step, other.timed).layers_ms
-        if measured_ms > LOSES * other_ms and other.memory.fits(draft.limits.limit_bytes):
-            self._has_compared = True
-            warn(
-                logger,
-                "checkpointing-faster",
-                "policy 'auto': the layers of a micro-batch take %.1f ms, where checkpointing is "
-                "predicted to take %.1f, and fits. On a fast device Python decides how long a plan "
-                "takes, which no prediction knows. Compare with activation_checkpointing=True "
-                "(before transformers 5.23: gradient_checkpointing=True) and policy 'all'.",
-                measured_ms,
-                other_ms,
-            )
+        other_ms = ExpectedTimes.of(other.chosen.step, other.chosen.timed).layers_ms
+        if measured_ms <= LOSES * other_ms:
+            return None
+        words = f"the plan before took {measured_ms:.1f} ms, and this should take {other_ms:.1f}"
+        ready = ready_of(other.plan, self._settings.given)
+        return on.Corrected(ready, other, words, frozenset({CHECKPOINTING}), is_another=True)
 
     def _corrected(
         self, draft: Draft, timed: Sequence[TimedMicroBatch], causes: frozenset[str]

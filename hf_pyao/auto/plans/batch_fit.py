@@ -35,7 +35,8 @@ def ready_of(plan: Plan, given: GivenLevers, *, keeps_all: bool = False) -> Read
 
 def policy_of(plan: Plan, min_bytes: int) -> Policy:
     """Return the policy that follows *plan*."""
-    if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):
+    keeps_all = plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots)
+    if keeps_all and plan.num_checkpointed is None:
         return KeepEverything(NAME)
     return PlanPolicy(plan, min_bytes, NAME)
 

@@ -35,6 +35,8 @@ LEAST_TIMED = 2
 COMPUTE = "compute"
 REBUILDING = "rebuilding"
 COPIES = "copies"
+CHECKPOINTING = "checkpointing"
+"""Of what is off in all, where checkpointing should be faster: :meth:`Draft.checkpointed`."""
 
 
 class Finding(NamedTuple):

@@ -187,6 +187,26 @@ class Draft:
             return dataclasses.replace(draft, followed=found, before=followed), True
         return draft, False
 
+    def checkpointed(self) -> Draft | None:
+        """Let as few of the first layers as fit run again as a whole, and keep the others.
+
+        Times are those of the profile, whatever was corrected since. None if layers may not run
+        again, if that does not fit, or if less is done now.
+        """
+        if self.keeps_all or self.chosen.num_checkpointed:
+            return None
+        choice = self.choice
+        if self.correction != NO_CORRECTION:
+            choice = choice_of(self.request, self.profile, self.record)
+        levers = choice.with_streamed(self.num_streamed)
+        found = levers.configured.fewest_run_again(self.limits.limit_bytes)
+        if found is None:
+            return None
+        draft = dataclasses.replace(self, choice=choice, correction=NO_CORRECTION)
+        return dataclasses.replace(
+            draft, followed=levers.as_configured(found), before=self.followed
+        )
+
     def tighter(self) -> Draft | None:
         """Take a plan with a lower peak than the one that is followed; None if there is none.
 

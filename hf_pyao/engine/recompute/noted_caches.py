@@ -61,6 +61,8 @@ def hold(tensor: Tensor, version: int | None = None) -> Held:
 
 def looks_like_cache(value: Any) -> bool:
     """Say whether *value* is an object that layers update."""
+    if type(value) in (Tensor, tuple, bool, int):  # the commonest arguments: Mapping is slow
+        return False
     if value is None or isinstance(value, Tensor | Mapping | set | str | int | float):
         return False
     return callable(getattr(value, "update", None))

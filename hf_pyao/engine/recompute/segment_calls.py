@@ -245,6 +245,7 @@ def record_call(
     hidden: Tensor | None,
     made_by: Callable[[Tensor], MadeBefore | None],
     is_ours: Callable[[object], bool],
+    devices: Iterable[torch.device],
 ) -> RecordedCall:
     """Return what *module* needs to run again with these arguments.
 
@@ -257,6 +258,7 @@ def record_call(
         hidden: the segment's input, if the layer is its first.
         made_by: says which layer of the segment returned a tensor.
         is_ours: says which module hooks are this lifecycle's.
+        devices: accelerators that its tensors are on.
     """
 
     def stand_in(tensor: Tensor) -> SegmentInput | MadeBefore | Held:
@@ -271,7 +273,7 @@ def record_call(
         noted(kwargs, stand_in),
         InnerHooks(module, is_ours),
         state,
-        devices_of((args, kwargs)),
+        devices,
     )
 
 

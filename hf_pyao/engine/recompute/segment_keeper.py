@@ -44,7 +44,9 @@ class Keeper:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        seen = self._counted.setdefault(call.tape, {})
+        seen = self._counted.get(call.tape)
+        if seen is None:
+            seen = self._counted[call.tape] = {}
         if key in seen or key in call.table.entries or key in self._engine.packer.buffer_keys:
             return
         if is_parameter(tensor, call.frozen_shapes):

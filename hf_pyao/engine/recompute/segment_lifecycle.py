@@ -181,7 +181,9 @@ class SegmentLifecycle(Lifecycle):
         """
         if self._here.is_running_again:
             return None
-        if not self.length:
+        layer = self._layers.get(module)
+        is_plain = layer is not None and not self.engine.policy.runs_again(layer.index)
+        if not self.length or is_plain:
             return super().enter(
                 module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
             )
@@ -189,7 +191,6 @@ class SegmentLifecycle(Lifecycle):
             return super().enter(module, args, kwargs, is_compiling=is_compiling)
         if not torch.is_grad_enabled():
             return None
-        layer = self._layers.get(module)
         if layer is None or self._is_removed or not self.serves(module):
             return None
         reason = reason_to_pass_over()
@@ -230,11 +231,20 @@ class SegmentLifecycle(Lifecycle):
                 frozen_shapes=self._frozen_shapes(module),
                 reason_not_traceable=lambda: RUNS_AGAIN,
             )
-            segment = self._segment_for(call, args, kwargs)
+            devices = devices_of((args, kwargs))
+            segment = self._segment_for(call, args, kwargs, devices)
             attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
             hidden = None if segment.calls else hidden_states_of(args, kwargs)
             recorded = record_call(
-                module, layer.fqn, args, kwargs, state, hidden, segment.made_by, self._is_ours
+                module,
+                layer.fqn,
+                args,
+                kwargs,
+                state,
+                hidden,
+                segment.made_by,
+                self._is_ours,
+                devices,
             )
             segment.add(call, recorded, attention)
             hook = pack_hook(segment.pack, call)
@@ -324,7 +334,11 @@ class SegmentLifecycle(Lifecycle):
     # ---- segments ------------------------------------------------------------------------------
 
     def _segment_for(
-        self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: LayerCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        devices: tuple[torch.device, ...],
     ) -> Segment:
         """Return the segment of *call*: the newest one, if it may go on; or a new one."""
         hidden = hidden_states_of(args, kwargs)
@@ -338,7 +352,6 @@ class SegmentLifecycle(Lifecycle):
             and segment.made_by(hidden, last_only=True) is not None
         ):
             return segment
-        devices = devices_of((args, kwargs))
         return Segment(
             call,
             hidden,

@@ -164,7 +164,8 @@ class Segment:
 
     def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | KeptParameter | StreamedTensor:
         """Take over *tensor*, which autograd saves in it; its pack hook, but for the first."""
-        if isinstance(tensor, Parameter):
+        # The exact type first: isinstance(_, Parameter) runs Python code, and most are plain.
+        if type(tensor) is not Tensor and isinstance(tensor, Parameter):
             return KeptParameter(tensor, call.fqn)
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:

@@ -74,17 +74,17 @@ class ModuleState:
         found = chain.from_iterable(root.named_modules() for root in self.roots())
         return list({id(module): name for name, module in found}.values())
 
-    def now(self) -> StateOfCall:
-        """Note what a call finds that begins."""
-        return StateOfCall(self)
+    def now(self, modules: list[nn.Module] | None = None) -> StateOfCall:
+        """Note what a call finds that begins; *modules*: its own, where they are known."""
+        return StateOfCall(self, self.modules() if modules is None else modules)
 
 
 class StateOfCall:
     """What one call finds in the modules of *state*; see [Note: State of modules]."""
 
-    def __init__(self, state: ModuleState) -> None:
+    def __init__(self, state: ModuleState, modules: list[nn.Module]) -> None:
         self._state = state
-        self._modules = state.modules()
+        self._modules = modules
         self._look: Look | None = look_at(map(vars, self._modules))
         attributes = self._look.attributes
         self._are_training = list(map(_IS_TRAINING, attributes))

@@ -130,6 +130,10 @@ class Policy(abc.ABC):
         """
         return None
 
+    def runs_again(self, layer_index: int) -> bool:
+        """Say whether a layer runs again as a whole, where layers do (``checkpoint_every``)."""
+        return True
+
     @property
     def innermost(self) -> Policy:
         """The policy that decides in the end, without those that are wrapped around it."""
@@ -234,6 +238,10 @@ class WrappedPolicy(Policy):
         self.is_static = base.is_static
         self.may_lose = base.may_lose
         self.may_recompute = base.may_recompute
+
+    def runs_again(self, layer_index: int) -> bool:
+        """Ask the base policy."""
+        return self.base.runs_again(layer_index)
 
     @property
     def innermost(self) -> Policy:

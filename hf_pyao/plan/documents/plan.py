@@ -121,6 +121,9 @@ class Plan(JsonDocument):
     """What changes the step itself, by field of the configuration (``checkpoint_every``,
     ``save_attention``, ``mlp_tiles``, ``attention_groups``, ``head_loss``); what is absent is as
     configured."""
+    num_checkpointed: int | None = None
+    """How many of the first layers run again as a whole, where ``checkpoint_every`` is 1; None:
+    all. The slots above are those of the others."""
     levers_reason: str = ""
     """Why these, in words."""
     lever_settings: list[LeverSetting] = field(default_factory=list)

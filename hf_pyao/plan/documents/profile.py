@@ -108,7 +108,9 @@ class Profile(JsonDocument):
     """What this process received of collectives, as long as they ran, the waits for other processes
     in them included; None: none were seen. With several ranks their mean."""
     host: dict[str, float] = field(default_factory=dict)
-    """Host memory in bytes: ``capacity_bytes``, ``peak_bytes``, ``pinned_bytes``."""
+    """Host memory in bytes: ``capacity_bytes``, ``peak_bytes``, ``pinned_bytes``. And
+    ``layer_forward_ms``, the least that the first layer's forward took the host, where that is not
+    the device."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Means over the micro-batches that were measured."""
     peak_allocated_bytes: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_pyao.errors import ConfigError
 
@@ -47,6 +47,36 @@ FAR_AHEAD = HostModel()
 
 IN_STEP = HostModel(queue_limit=0)
 """Waits for each kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """What the parts of a step take the host: the time of Python, mostly.
+
+    The defaults were measured on an H200's host (``recipes/results/gpu_h200.md``).
+    """
+
+    op_ms: float = 0.036
+    """An operation of forward, with its share of the modules around it."""
+    backward_op_ms: float = 0.022
+    """An operation of backward."""
+    hooks_ms: float = 0.4
+    """The hooks in a layer's forward, where any plan but keeping everything is followed."""
+    move_ms: float = 0.095
+    """A tensor that moves, each way."""
+    trace_ms: float = 0.18
+    """More for each operation of a layer that is traced, so that a part of it can run again."""
+    replay_ms: float = 0.1
+    """An operation that was traced, and runs again."""
+    checkpoint_ms: float = 1.4
+    """More for a layer that runs again as a whole, in forward, and as much in backward."""
+    checkpoints_all: bool = False
+    """All layers run again as a whole, and did when the step was recorded."""
+
+    def scaled(self, factor: float) -> HostCosts:
+        """Return the costs on a host that takes *factor* times as long."""
+        times = {name: value * factor for name, value in vars(self).items() if name[-3:] == "_ms"}
+        return replace(self, **times)
 
 
 class HostClock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,6 +87,11 @@ class StepProfiler(PackIntervals):
         self._stays: dict[str, str | None] = {}
         self._packs: defaultdict[str, list[int]] = defaultdict(list)
         self._stats: list[MicroBatchStats] = []
+        self._host_began_s = 0.0
+        self._least_host_s = math.inf
+        """Least time of the host over the first layer's forward: later it may wait for the device,
+        which cannot have more than so many kernels queued."""
+        self._first_layer = ""
         self._timeline = StepTimeline(transport, device) if num_micro_batches == 1 else None
         """Of the last micro-batch, from its start."""
 
@@ -98,6 +105,7 @@ class StepProfiler(PackIntervals):
         if not path:
             self._memory.at_border(phase, is_start=is_start)
             self._note_head(phase, now, is_start=is_start)
+            self._note_host(layer, phase, is_start=is_start)
         if is_start:
             self._running[part] = now
         elif part in self._running:
@@ -114,6 +122,14 @@ class StepProfiler(PackIntervals):
                 self._running[_HEAD] = now
         elif is_start and _HEAD in self._running:
             self._spans[_HEAD].append((self._running.pop(_HEAD), now))
+
+    def _note_host(self, layer: str, phase: str, *, is_start: bool) -> None:
+        now_s = time.perf_counter()
+        self._first_layer = self._first_layer or layer
+        if is_start:
+            self._host_began_s = now_s
+        elif phase == "forward" and layer == self._first_layer:
+            self._least_host_s = min(self._least_host_s, now_s - self._host_began_s)
 
     def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
         """Note the copy, in the last micro-batch."""
@@ -237,6 +253,7 @@ class StepProfiler(PackIntervals):
             head=_spread_of(self._times_ms("head", "")),
             host={
                 **(host or {}),
+                **self._host_of_layer(),
                 "peak_bytes": float(max((s.host_peak_bytes for s in self._stats), default=0)),
             },
             metrics=_means([stats.as_dict() for stats in self._stats]),
@@ -246,6 +263,12 @@ class StepProfiler(PackIntervals):
             provenance=collect_provenance(),
             **more,
         )
+
+    def _host_of_layer(self) -> dict[str, float]:
+        """Return what the first layer's forward takes the host, where that is not the device."""
+        if self._device.type == "cpu" or math.isinf(self._least_host_s):
+            return {}
+        return {"layer_forward_ms": 1e3 * self._least_host_s}
 
     def within_ms(self, spans: Sequence[tuple[Any, float]]) -> dict[str, float]:
         """Return how much of *spans* was in layers, in ms of a micro-batch. Waits for the device.

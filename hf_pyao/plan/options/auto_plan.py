@@ -22,7 +22,7 @@ from hf_pyao.plan.documents.plan import (
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanFacts
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.solve.optimal import bound_ms
-from hf_pyao.plan.solve.planner import KEEP_ALL, PLANNED, Candidate, Planner
+from hf_pyao.plan.solve.planner import FIRST_RUN_AGAIN, KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
 from hf_pyao.settings.removed import REMOVED_SETTINGS
 
@@ -58,7 +58,11 @@ def plan_of(
         number
         for layer in range(program.num_layers)
         for number in chosen_slots(planner.stepper, layer, conditions)
+        if layer >= chosen.num_checkpointed
     }
+    changed = {} if levers is None else levers.levers.settings()
+    if chosen.num_checkpointed:
+        changed |= {"checkpoint_every": 1}
     table: defaultdict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
     for number, slot in enumerate(program.slots):
         if number in decided:
@@ -89,11 +93,12 @@ def plan_of(
         model=dict(model or {}),
         slots=slots,
         otherwise=_otherwise(chosen, conditions),
-        replayed_modules=sorted(chosen.products),
+        replayed_modules=[] if chosen.num_checkpointed else sorted(chosen.products),
         facts=_facts(facts, chosen, limit_bytes, configured.kept),
         figures={**_figures(chosen, configured), **(figures or {})},
         front=_front(planner, chosen, num_front_points),
-        levers=levers.levers.settings() if levers else {},
+        levers=changed,
+        num_checkpointed=chosen.num_checkpointed or None,
         levers_reason=levers.reason if levers else "",
         lever_settings=_lever_settings(levers) if levers else [],
     )
@@ -236,7 +241,8 @@ def described_levers(plan: Plan) -> str:
         for name, value in plan.levers.items()
         if value is not None and name not in REMOVED_SETTINGS
     }
-    return Levers(**levers).describe()
+    words, first = Levers(**levers).describe(), plan.num_checkpointed
+    return words if first is None else words.replace("each layer", f"the first {first} layers")
 
 
 def describe(plan: Plan) -> str:
@@ -268,7 +274,7 @@ def describe(plan: Plan) -> str:
     changes = described_levers(plan)
     if changes:
         # What runs again is not kept: of each segment its input is.
-        is_kept = every and name == KEEP_ALL
+        is_kept = every and name in (KEEP_ALL, FIRST_RUN_AGAIN)
         what = f"{changes}, nothing is offloaded" if is_kept else f"{changes}: {what}"
     if facts.step_ms is not None and facts.kept_step_ms:
         what += (

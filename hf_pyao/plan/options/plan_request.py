@@ -12,6 +12,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import POINTWISE
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import HostCosts
 from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
 from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_levers import GivenLevers
@@ -238,13 +239,18 @@ class PlanRequest:
         below = self.below
         if below is not None and below.has_disk:
             link = dataclasses.replace(link, disk=below.disk())
+        host: HostCosts | None = more.pop("host", None)
+        if host is not None:
+            host = dataclasses.replace(host, checkpoints_all=self.levers.checkpoint_every > 0)
         return Conditions(
+            host=host,
             link=link,
             window_bytes=self.window_now_bytes,
             min_bytes=self.min_bytes,
             keep_last_layers=self.levers.kept_layers(num_layers, self.keep_last_layers),
             may_shrink_window=self.may_set_window,
             may_keep_fewer=self.may_keep_fewer,
+            may_checkpoint=self.room.segments and not self.levers.checkpoint_every,
             allocator=self.allocator,
             placed_weights=None if below is None else below.placed_weights,
             **more,

@@ -86,6 +86,11 @@ class PlanPolicy(Policy):
         is_traced = self._recomputes_in_all or run.layer_index in self._recomputed_layers
         return self._replayed if is_traced else None
 
+    def runs_again(self, layer_index: int) -> bool:
+        """Say whether the layer is among those that the plan checkpoints."""
+        number = self.plan.num_checkpointed
+        return number is None or layer_index < number
+
     def _simple(self, action: str, slot: Slot, codec: str | None) -> Keep | Offload:
         if action == KEEP or slot.nbytes < self.min_bytes:
             return Keep(PLANNED)

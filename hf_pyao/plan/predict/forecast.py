@@ -17,6 +17,7 @@ from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.policies.budget import hidden_bytes, leaving
 from hf_pyao.plan.predict.calibration import times_of
+from hf_pyao.plan.predict.host_times import host_costs_of
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -80,6 +81,8 @@ class Forecast:
             else operation_times_ms(self.program, device)
         )
         self._stepper = StepPlanner(self.program, self.times_ms)
+        self.host = host_costs_of(profile, self.program) if device is None else None
+        """What a step costs the host; None: not known, or the host is the device."""
         self.link = link or _link_of(profile)
         self.is_elsewhere = device is not None or link is not None
         """True if it is not for what was profiled."""
@@ -143,6 +146,7 @@ class Forecast:
             window_bytes=self.window_bytes,
             allocator=self.allocator,
             is_blocking=self.is_blocking,
+            host=self.host,
         )
 
     def plan(

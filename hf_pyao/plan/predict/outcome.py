@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import TypeVar
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import IN_STEP, HostModel
+from hf_pyao.plan.hardware.host_model import IN_STEP, HostCosts, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
+from hf_pyao.plan.predict.host_times import host_times_ms
 from hf_pyao.plan.predict.predict import predict, predict_timed_and_late
 from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
 from hf_pyao.plan.step.planned_step import PlannedStep
@@ -30,6 +31,7 @@ class Outcome:
         allocator: settings of the device's caching allocator; None: what is allocated counts.
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends.
         is_blocking: compute stands still while copies run.
+        host: what the step costs the host; None: it is never slower than the device.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Outcome:
         allocator: AllocatorSettings | None = None,
         gradient_bytes: int = 0,
         is_blocking: bool = False,
+        host: HostCosts | None = None,
     ) -> None:
         self.step = step
         self.link = link
@@ -48,6 +51,7 @@ class Outcome:
         self._allocator = allocator
         self._gradient_bytes = gradient_bytes
         self._is_blocking = is_blocking
+        self._host_ms = () if host is None else host_times_ms(step, host)
         self._memories: dict[AllocatorSettings | None, StepMemory] = {}
         self._elsewhere_ms: dict[float, float] = {}
 
@@ -127,6 +131,7 @@ class Outcome:
             rebuilds=step.rebuilds,
             gradient_bytes=self._gradient_bytes,
             coded=step.coded,
+            host_ms=self._host_ms,
             **more,
         )
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 from operator import add
 
 from hf_pyao.errors import ConfigError
@@ -52,6 +53,7 @@ def predict(
     gradient_bytes: int = 0,
     coded: Mapping[int, Coded] | None = None,
     host: HostModel = FAR_AHEAD,
+    host_ms: Sequence[float] = (),
     is_first_step: bool = False,
 ) -> Prediction:
     """Predict the step.
@@ -71,6 +73,7 @@ def predict(
         coded: slots that a codec writes smaller where they leave, by number.
         host: how far the host runs ahead of the device. The default sees no copy done, so that it
             gives the most memory.
+        host_ms: what each segment of the step takes the host; empty: it keeps nothing waiting.
         is_first_step: no streamed weights are on the device when the step begins.
 
     Raises:
@@ -79,7 +82,7 @@ def predict(
     """
     if times_ms is None and device is not None:
         times_ms = operation_times_ms(program, device)
-    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
+    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {}, host_ms)
     prediction, _ = _walked(program, plan, times_ms, link, host, is_first_step=is_first_step)
     return prediction
 
@@ -94,6 +97,7 @@ def predict_timed_and_late(
     rebuilds: Mapping[int, Rebuild] | None = None,
     gradient_bytes: int = 0,
     coded: Mapping[int, Coded] | None = None,
+    host_ms: Sequence[float] = (),
 ) -> tuple[Prediction, Prediction]:
     """Predict the step with times, and with copies that are late.
 
@@ -109,11 +113,12 @@ def predict_timed_and_late(
         rebuilds: as for :func:`predict`.
         gradient_bytes: as for :func:`predict`; late copies do without.
         coded: as for :func:`predict`.
+        host_ms: as for :func:`predict`.
 
     Returns:
         What :func:`predict` returns with the times and the link, and without both.
     """
-    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
+    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {}, host_ms)
     timed, clock = _walked(program, plan, times_ms, link, FAR_AHEAD)
     if not clock.late_differs:
         return timed, replace(
@@ -124,11 +129,14 @@ def predict_timed_and_late(
             stall_backward_ms=0.0,
             collective_forward_ms=0.0,
             collective_backward_ms=0.0,
+            host_forward_ms=0.0,
+            host_backward_ms=0.0,
             start_ms=(),
             copies=(),
             stalls=(),
         )
-    late, _ = _walked(program, replace(plan, gradient_bytes=0), None, None, FAR_AHEAD)
+    plan = replace(plan, gradient_bytes=0, host_ms=())
+    late, _ = _walked(program, plan, None, None, FAR_AHEAD)
     return timed, late
 
 
@@ -189,6 +197,7 @@ class StepPlan:
     rebuilds: Mapping[int, Rebuild]
     gradient_bytes: int
     coded: Mapping[int, Coded]
+    host_ms: Sequence[float] = ()
 
 
 def leaving_slots(program: StepProgram, plan: StepPlan) -> list[bool]:
@@ -252,6 +261,9 @@ class StepWalk:
         self._plan = plan
         self._times_ms = times_ms
         self._clock = clock
+        self._host_ends_ms = tuple(accumulate(plan.host_ms))
+        """When the host has queued each segment."""
+        self._host_wait_ms = {FORWARD: 0.0, BACKWARD: 0.0}
         self._made_again = {slot.reloaded for slot in slots if slot.reloaded >= 0}
         """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
         for rebuild in plan.rebuilds.values():
@@ -394,6 +406,7 @@ class StepWalk:
         memory.begin(num_operations)
         for event, subject in before.get(num_operations, ()):
             event(subject)
+        self._await_host(len(program.segments) - 1)
         clock.await_collective(0)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
         trace = memory.finish()
@@ -403,6 +416,8 @@ class StepWalk:
             compute_ms=math.nan if times_ms is None else compute_ms,
             stall_forward_ms=math.nan,
             stall_backward_ms=math.nan,
+            host_forward_ms=self._host_wait_ms[FORWARD],
+            host_backward_ms=self._host_wait_ms[BACKWARD],
             peak_bytes=trace.peak_bytes,
             peak_at=trace.peak_at,
             host_peak_bytes=self._offloads.host_peak_bytes,
@@ -439,6 +454,7 @@ class StepWalk:
         """End one segment, and begin the next."""
         segment = self._program.segments[number]
         before = self._program.segments[number - 1] if number else segment
+        self._await_host(number - 1)
         if number and before.layer != OUTSIDE:
             if before.phase == FORWARD:
                 self._offloads.layer_end()
@@ -451,6 +467,13 @@ class StepWalk:
             self._reloads.start_layer(segment.layer, self._uploads.ahead)
         self._uploads.ahead()
         self._uploads.wait()
+
+    def _await_host(self, number: int) -> None:
+        """End a segment: the device cannot be through with it before the host is."""
+        if self._host_ends_ms and number >= 0:
+            wait_ms = max(0.0, self._host_ends_ms[number] - self._clock.now_ms)
+            self._clock.advance(wait_ms)
+            self._host_wait_ms[self._clock.phase] += wait_ms
 
     def _pack(self, number: int) -> None:
         slot = self._program.slots[number]

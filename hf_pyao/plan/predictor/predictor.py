@@ -15,6 +15,7 @@ from typing import Any
 from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.hardware.host_model import HostCosts
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
@@ -50,10 +51,12 @@ class Card:
     """Of what operations take that run again to rebuild something."""
     is_blocking: bool = False
     """Compute stands still while copies run."""
+    host: HostCosts | None = None
+    """What a step costs the host; None: it is never slower than the device."""
 
     def more(self) -> dict[str, Any]:
         """Return what conditions take of it beside the link."""
-        names = ("speed_ratios", "rebuild_factor", "is_blocking")
+        names = ("speed_ratios", "rebuild_factor", "is_blocking", "host")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -145,6 +148,7 @@ class Predictor:
             speed_ratios=MEASURED if is_measured else PRESET,
             rebuild_factor=correction.rebuild,
             is_blocking=forecast.is_blocking,
+            host=forecast.host,
         )
         dtypes = {slot.name: slot.dtype for slot in profile.slots}
         return cls(

@@ -75,7 +75,7 @@ class ExpectedTimes:
 
     forward_ms: float
     """Compute until the first backward of a layer, head and loss included, and what it waits for
-    collectives."""
+    collectives and the host."""
     backward_ms: float
     """The same after it, without what is rebuilt."""
     rebuild_ms: float
@@ -100,8 +100,14 @@ class ExpectedTimes:
         times_ms = without_collectives(step.times_ms, step.program.operations)
         coding_ms = sum(coded.coding_ms for coded in step.coded.values())
         return cls(
-            forward_ms=sum(times_ms[first:turn]) + coding_ms + timed.collective_forward_ms,
-            backward_ms=sum(times_ms[turn:end]) + coding_ms + timed.collective_backward_ms,
+            forward_ms=sum(times_ms[first:turn])
+            + coding_ms
+            + timed.collective_forward_ms
+            + timed.host_forward_ms,
+            backward_ms=sum(times_ms[turn:end])
+            + coding_ms
+            + timed.collective_backward_ms
+            + timed.host_backward_ms,
             rebuild_ms=step.rebuild_ms,
             stall_ms=timed.stall_forward_ms + timed.stall_backward_ms,
         )

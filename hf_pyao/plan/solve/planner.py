@@ -31,6 +31,7 @@ from hf_pyao.plan.solve.proposals import CHECKPOINT as CHECKPOINT
 from hf_pyao.plan.solve.proposals import FAR_BEYOND, Proposals
 from hf_pyao.plan.solve.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
 from hf_pyao.plan.solve.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
+from hf_pyao.plan.solve.proposals import FIRST_RUN_AGAIN as FIRST_RUN_AGAIN
 from hf_pyao.plan.solve.proposals import KEEP_ALL as KEEP_ALL
 from hf_pyao.plan.solve.proposals import LAYER_INPUTS as LAYER_INPUTS
 from hf_pyao.plan.solve.proposals import NUM_BUDGETS as NUM_BUDGETS
@@ -299,24 +300,37 @@ class Planner(Proposals):
         rival_ms = min((_rank(each)[0] for each in rivals), default=math.inf)
         for name, of_all in ((FIRST_CHECKPOINTED, CHECKPOINT), (FIRST_OFFLOADED, OFFLOAD_ALL)):
             whole = self.simple().get(of_all)
-            if whole is not None and not whole.memory.fits(limit_bytes):
-                continue  # nor do fewer layers
-            too_few, enough = 0, self.num_open_layers
-            best: Candidate | None = None
-            while enough - too_few > 1:
-                middle = (too_few + enough) // 2
-                candidate = self.of_first_layers(name, middle)
-                if candidate is None:
-                    break
-                if self._fits(candidate, limit_bytes):
-                    enough, best = middle, candidate
-                elif _rank(candidate)[0] > rival_ms:
-                    break
-                else:
-                    too_few = middle
-            if best is not None:
-                found.append(best)
-        return found
+            if whole is None or whole.memory.fits(limit_bytes):  # else fewer layers do not either
+                found.append(self._fewest(name, limit_bytes, self.num_open_layers - 1, rival_ms))
+        if self.conditions.host is not None:
+            found.append(self.fewest_run_again(limit_bytes))
+        return [each for each in found if each is not None]
+
+    def fewest_run_again(self, limit_bytes: float) -> Candidate | None:
+        """Return the plan by which as few of the first layers as fit run again as a whole.
+
+        None where none fits, or where layers may not.
+        """
+        return self._fewest(FIRST_RUN_AGAIN, limit_bytes, self.num_open_layers)
+
+    def _fewest(
+        self, name: str, limit_bytes: float, most: int, rival_ms: float = math.inf
+    ) -> Candidate | None:
+        """Return what does *name* with as few of the first layers as fit, *most* at most."""
+        best: Candidate | None = None
+        too_few, enough = 0, most + 1
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            candidate = self.of_first_layers(name, middle)
+            if candidate is None:
+                break
+            if self._fits(candidate, limit_bytes):
+                enough, best = middle, candidate
+            elif _rank(candidate)[0] > rival_ms:
+                break
+            else:
+                too_few = middle
+        return best
 
     def best_elsewhere(self, limit_bytes: float, ways: Sequence[Candidate] = ()) -> list[Candidate]:
         """Return the best plans for links that are faster or slower than given.

@@ -42,6 +42,8 @@ LAYER_INPUTS = "offload the layers' inputs, recompute the rest"
 OFFLOAD_ALL = "offload everything"
 FIRST_CHECKPOINTED = "checkpointing of the first layers"
 FIRST_OFFLOADED = "offload the first layers"
+FIRST_RUN_AGAIN = "the first layers run again as a whole"
+"""As the engine's segments of one layer, which take the host less than tracing operations."""
 PLANNED = "planned"
 
 NUM_BUDGETS = 32
@@ -75,6 +77,8 @@ class Candidate:
     window_bytes: int | None
     outcome: Outcome
     """What it comes to."""
+    num_checkpointed: int = 0
+    """First layers that run again as a whole."""
     problem: PlanProblem | None = None
     """What was solved, if anything was."""
     choice: PlanChoice | None = None
@@ -201,7 +205,7 @@ class Proposals:
         None where the conditions do not allow it.
 
         Args:
-            name: :data:`FIRST_CHECKPOINTED` or :data:`FIRST_OFFLOADED`.
+            name: :data:`FIRST_CHECKPOINTED`, :data:`FIRST_RUN_AGAIN` or :data:`FIRST_OFFLOADED`.
             num_layers: how many; the others are kept.
         """
         key = (name, num_layers)
@@ -217,9 +221,15 @@ class Proposals:
             return self._candidate(name, self._actions(OFFLOAD, num_layers))
         if not self.conditions.may_recompute or self.stepper.search is None:
             return None
-        products = frozenset({*paths_of(self.program), ""})
-        actions = self._actions(RECOMPUTE, num_layers)
-        return self._candidate(name, actions, products, otherwise=[KEEP] * num_slots)
+        if name == FIRST_RUN_AGAIN and not self.conditions.may_checkpoint:
+            return None
+        return self._candidate(
+            name,
+            self._actions(RECOMPUTE, num_layers),
+            frozenset({*paths_of(self.program), ""}),
+            otherwise=[KEEP] * num_slots,
+            num_checkpointed=num_layers if name == FIRST_RUN_AGAIN else 0,
+        )
 
     @property
     def num_open_layers(self) -> int:
@@ -339,6 +349,7 @@ class Proposals:
         conditions: Conditions | None = None,
         problem: PlanProblem | None = None,
         choice: PlanChoice | None = None,
+        num_checkpointed: int = 0,
     ) -> Candidate:
         conditions = conditions or self.conditions
         num_slots = len(self.program.slots)
@@ -346,12 +357,14 @@ class Proposals:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
         codecs = tuple(codecs or [None] * num_slots)
         # Without slots to rebuild, the rest says nothing.
-        rebuilt = (frozenset(products), tuple(otherwise)) if RECOMPUTE in actions else ()
+        rebuilt: tuple[object, ...] = ()
+        if RECOMPUTE in actions:
+            rebuilt = (frozenset(products), tuple(otherwise), num_checkpointed)
         key = (tuple(actions), codecs, rebuilt, conditions.window_bytes)
         outcome = self._alike.get(key)
         if outcome is None:
             coded = self._coded(actions, codecs)
-            step = self.stepper.plan(actions, products, otherwise, coded)
+            step = self.stepper.plan(actions, products, otherwise, coded, num_checkpointed)
             self._alike[key] = outcome = outcome_of(step, conditions)
         return Candidate(
             name=name,
@@ -364,6 +377,7 @@ class Proposals:
             problem=problem,
             choice=choice,
             outcome=outcome,
+            num_checkpointed=num_checkpointed,
         )
 
     def _coded(self, actions: Sequence[str], codecs: Sequence[str | None]) -> dict[int, Coded]:
@@ -394,6 +408,7 @@ class Proposals:
             conditions=conditions,
             problem=candidate.problem,
             choice=candidate.choice,
+            num_checkpointed=candidate.num_checkpointed,
         )
 
     def step_ms_at(self, candidate: Candidate, ratio: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import HostCosts
 from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predicted_uploads import uploads_of
@@ -48,6 +49,10 @@ class Conditions:
     """What leaves in backward beside, for each layer."""
     may_offload: bool = True
     may_recompute: bool = True
+    may_checkpoint: bool = False
+    """The first layers may run again as a whole."""
+    host: HostCosts | None = None
+    """What a step costs the host; None: it is never slower than the device."""
     may_shrink_window: bool = True
     """A tighter window may be taken where nothing else fits."""
     may_keep_fewer: bool = True
@@ -75,6 +80,7 @@ def outcome_of(step: PlannedStep, conditions: Conditions) -> Outcome:
         allocator=conditions.allocator,
         gradient_bytes=conditions.gradient_bytes,
         is_blocking=conditions.is_blocking,
+        host=conditions.host,
     )
 
 

@@ -9,7 +9,8 @@ tensors, so that a plan which recomputes can be predicted from a recorded step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from hf_pyao.engine.recompute.cheapest import cheapest, num_bytes
 from hf_pyao.plan.step.layer_graph import MADE, PARAMETER, GraphOperation, LayerGraph
@@ -118,6 +119,34 @@ class RecipeSearch:
             products: sub-modules whose matrix products and attention may run again.
         """
         return _Search(self, frozenset(products)).run(packed, frozenset(dropped), asked)
+
+    def as_a_whole(self, recipe: LayerRecipe) -> LayerRecipe:
+        """Return *recipe* where the layer runs again as a whole when the first slot is asked for.
+
+        All its operations run, in order, up to the last that makes something which was dropped.
+        """
+        if not recipe.order:
+            return recipe
+        first, *others = recipe.order
+        found: dict[int, Making] = {}
+        for making in (*chain.from_iterable(recipe.order.values()), *recipe.not_asked):
+            known = found.setdefault(making.number, making)
+            if known is not making:  # a dropout's result and its mask, of one run
+                reads, makes = (*known.reads, *making.reads), (*known.makes, *making.makes)
+                found[making.number] = replace(known, reads=reads, makes=makes, beside=())
+        last = max(found, default=0)
+        for position, each in enumerate(self.graph.operations):
+            if each.number < last and each.number not in found:
+                found[each.number] = Making(
+                    position, each.number, "", False, reads=(), makes=(), beside=each.makes
+                )
+        in_order = tuple(found[number] for number in sorted(found))
+        return replace(
+            recipe,
+            order={first: in_order, **dict.fromkeys(others, ())},
+            read_for=dict.fromkeys(recipe.read_for, first),
+            not_asked=(),
+        )
 
 
 class _Search:

@@ -37,6 +37,8 @@ class PlannedStep:
     """Slots that a codec writes smaller where they leave, by number."""
     refused: Mapping[int, set[str]] = field(default_factory=dict)
     """Slots that were to be recomputed and cannot be, by layer."""
+    num_checkpointed: int = 0
+    """First layers that run again as a whole."""
 
     @property
     def rebuild_ms(self) -> float:
@@ -89,6 +91,7 @@ class StepPlanner(StepLayers):
         products: Collection[str] = (),
         otherwise: Sequence[str] | None = None,
         coded: Mapping[int, Coded] | None = None,
+        num_checkpointed: int = 0,
     ) -> PlannedStep:
         """Return the step with *actions* carried out.
 
@@ -98,13 +101,17 @@ class StepPlanner(StepLayers):
             otherwise: for each slot, what becomes of it where it cannot be recomputed, and of what
                 is stored to rebuild it; None: it is offloaded.
             coded: slots that a codec writes smaller where they leave, by number.
+            num_checkpointed: first layers that run again as a whole: all that is recomputed of
+                one is there at once.
         """
         otherwise = tuple(otherwise or (OFFLOAD,) * len(self.program.slots))
-        rebuilt = (frozenset(products), otherwise) if RECOMPUTE in actions else ()
+        rebuilt: tuple[object, ...] = ()
+        if RECOMPUTE in actions:
+            rebuilt = (frozenset(products), otherwise, num_checkpointed)
         key = (tuple(actions), rebuilt, tuple((coded or {}).items()))
         planned = self._planned.get(key)
         if planned is None:
-            planned = self._plan(actions, frozenset(products), otherwise, coded)
+            planned = self._plan(actions, frozenset(products), otherwise, coded, num_checkpointed)
             self._planned[key] = planned
         return planned.streaming_as(self.program)
 
@@ -114,6 +121,7 @@ class StepPlanner(StepLayers):
         products: frozenset[str],
         otherwise: Sequence[str],
         coded: Mapping[int, Coded] | None,
+        num_checkpointed: int,
     ) -> PlannedStep:
         """Carry out what :meth:`plan` does not know of yet."""
         program = self.program
@@ -127,7 +135,7 @@ class StepPlanner(StepLayers):
             )
             if not dropped or self._search is None:
                 continue
-            recipe = self._recipe(numbers, dropped, products)
+            recipe = self._recipe(numbers, dropped, products, is_whole=layer < num_checkpointed)
             refused[layer] = recipe.refused
             DroppedLayer(self, layer, recipe, draft).run()
         slots: list[SlotUse] = []
@@ -166,6 +174,7 @@ class StepPlanner(StepLayers):
             self.times_ms,
             all_coded,
             {layer: names for layer, names in refused.items() if names},
+            num_checkpointed,
         )
 
 

@@ -27,6 +27,10 @@ class Prediction:
     """How long forward waits for collectives."""
     collective_backward_ms: float = 0.0
     """How long backward waits for collectives, until all have ended."""
+    host_forward_ms: float = 0.0
+    """How long the device waits in forward for the host to queue what is next."""
+    host_backward_ms: float = 0.0
+    """The same in backward."""
     peak_bytes: int
     """Most bytes on the device."""
     peak_at: int

@@ -66,7 +66,12 @@ class StepLayers:
         return KEEP if nbytes < self._min_bytes else action
 
     def _recipe(
-        self, numbers: Sequence[int], dropped: frozenset[str], products: frozenset[str]
+        self,
+        numbers: Sequence[int],
+        dropped: frozenset[str],
+        products: frozenset[str],
+        *,
+        is_whole: bool = False,
     ) -> LayerRecipe:
         assert self._search is not None
         slots = [self.program.slots[number] for number in numbers]
@@ -76,9 +81,10 @@ class StepLayers:
             for slot in sorted(slots, key=lambda each: (each.unpacked_at, each.unpack_rank))
             if slot.unpacked_at >= 0
         )
-        key = (packed, asked, dropped, products)
+        key = (packed, asked, dropped, products, is_whole)
         if key not in self._recipes:
-            self._recipes[key] = self._search.find(packed, dropped, asked, products)
+            found = self._search.find(packed, dropped, asked, products)
+            self._recipes[key] = self._search.as_a_whole(found) if is_whole else found
         return self._recipes[key]
 
     def replay(self, recipe: LayerRecipe, moments: Mapping[str, SlotMoments]) -> LayerReplay:

@@ -132,15 +132,6 @@ CHAPTER = Chapter(
             "Nothing. The message has the reason.",
         ),
         Entry(
-            "checkpointing-faster",
-            "What policy 'auto' chose is slower than predicted, and slower than checkpointing is "
-            "predicted to be. This is so on fast devices with small models: kernels are shorter "
-            "than the Python code around them (an H200 with models of 1B in bf16).",
-            "Measure `activation_checkpointing=True` (before transformers 5.23: "
-            "`gradient_checkpointing=True`) with policy 'all': layer inputs move, in the same "
-            "time. Nothing, if the device was busy with something else.",
-        ),
-        Entry(
             "plan-not-followed",
             "A layer did not run as the plan expects. The plan is dropped or made anew.",
             "Nothing. If it comes again and again, choose policy 'all' or 'budget'.",

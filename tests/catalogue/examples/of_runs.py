@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -63,27 +62,6 @@ def _(folder: Path) -> None:
         "failed",
         events.Failed("RuntimeError: the step ran other layers than those that were recorded"),
     )
-
-
-@example("checkpointing-faster")
-def _(folder: Path) -> None:
-    from hf_pyao.auto.performer import AutoActions
-    from hf_pyao.auto.plans.plan_timing import TimedMicroBatch
-    from hf_pyao.plan.solve.correction import ExpectedTimes
-    from hf_pyao.plan.solve.planner import CHECKPOINT
-
-    draft, performer, other = mock.MagicMock(keeps_all=False), SimpleNamespace(), mock.MagicMock()
-    performer._has_compared = False
-    choice = mock.MagicMock()
-    configured = choice.return_value.with_streamed.return_value.configured
-    configured.simple.return_value = {CHECKPOINT: other}
-    expected = ExpectedTimes(forward_ms=50.0, backward_ms=67.0, rebuild_ms=50.0, stall_ms=0.0)
-    timed: Any = [TimedMicroBatch(8192, 240.2, 1.0)]
-    with (
-        mock.patch("hf_pyao.auto.performer.choice_of", choice),
-        mock.patch.object(ExpectedTimes, "of", return_value=expected),
-    ):
-        AutoActions._compare_with_checkpointing(performer, draft, timed)  # type: ignore[arg-type]
 
 
 @example("plan-not-followed")

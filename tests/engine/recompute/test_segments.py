@@ -10,6 +10,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from hf_pyao.engine.recompute.segment_calls import noted
 from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.errors import ConfigError, ConflictError, RecomputationError, SavedTensorModifiedError
 from hf_pyao.model.map import architectures
+from hf_pyao.plan.documents.plan import Plan
 from tests.helpers import (
     EVERY_LAYER,
     FunctionLayer,
@@ -99,6 +101,15 @@ def test_each_layer_runs_again_once_and_no_further_than_needed() -> None:
         metrics = offloader.metrics()
         assert metrics["offloaded_bytes"] == 2 * INPUT.nbytes
         assert metrics["would_hold_bytes"] == 2 * INPUT.nbytes + metrics["recomputed_bytes"]
+
+
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_a_plan_says_how_many_of_the_first_layers_run_again(number: int, tmp_path: Path) -> None:
+    """The others keep what they save, as the plan says of them."""
+    plan = Plan(slots=[], otherwise="keep", levers={"checkpoint_every": 1}, num_checkpointed=number)
+    plan.to_json_file(tmp_path / "plan.json")
+    config = dataclasses.replace(EVERY_LAYER, policy="plan", plan=str(tmp_path / "plan.json"))
+    check(*[smooth] * 5, config=config, num_runs=number)
 
 
 def test_four_layers_save_a_quarter_of_what_one_saves() -> None:

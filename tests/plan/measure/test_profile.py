@@ -276,3 +276,23 @@ def test_several_observers_hear_the_same_and_may_leave() -> None:
     assert len(second.heard) == num_heard
     kinds = {each.split()[0] for each in first.heard}
     assert kinds == {"pack", "unpack", "slot", "offload", "reload", "micro-batch"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_hosts_time_is_noted_where_the_host_is_not_the_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("gpt2", n_layer=2)
+    transport = SimulatedTransport(3, link=LinkModel(d2h_gib_per_s=9.0, h2d_gib_per_s=9.0))
+    with attach(model, EVERY_LAYER, transport=transport) as offloader:
+        profiler = StepProfiler(transport, offloader.device, 2, lambda _: None)
+        offloader.engine.observe(profiler)
+        step(model)
+        step(model)
+    monkeypatch.setattr(profiler, "_device", torch.device(device))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    profile = profiler.profile(title="t", model={}, layer_names=["a"], device_name="d")
+    if device == "cpu":
+        assert "layer_forward_ms" not in profile.host
+    else:
+        assert 0 < profile.host["layer_forward_ms"] < 1e4
