@@ -325,14 +325,17 @@ class AutoActions:
         """Return checkpointing of as few layers as fit, where the plan takes longer than that.
 
         On a fast device Python decides how long a plan takes, and no prediction knows all of that.
-        So what was measured counts, once. What replaces the plan is timed in turn.
+        So it is tried, once, where the device alone would be faster with it, and timed in turn:
+        what was measured counts.
         """
         other = None if CHECKPOINTING in known else draft.checkpointed()
         if other is None:
             return None
         measured_ms = typical(timed).layers_ms
-        other_ms = ExpectedTimes.of(other.chosen.step, other.chosen.timed).layers_ms
-        if measured_ms <= LOSES * other_ms:
+        timing = other.chosen.timed
+        other_ms = ExpectedTimes.of(other.chosen.step, timing).layers_ms
+        device_ms = other_ms - timing.host_forward_ms - timing.host_backward_ms
+        if measured_ms <= LOSES * device_ms:
             return None
         words = f"the plan before took {measured_ms:.1f} ms, and this should take {other_ms:.1f}"
         ready = ready_of(other.plan, self._settings.given)
