@@ -35,7 +35,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +46,9 @@ from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.second_run import (
     AllCollectedError,
     Collector,
-    FilledSegments,
-    Filler,
     KeptParameter,
     Part,
     PlaceHolder,
-    Rehearsal,
     for_no_one,
 )
 from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
@@ -62,7 +59,7 @@ from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.transfer.graph_task import NO_TASK
+from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.layout import has_bytes, has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 
@@ -71,6 +68,27 @@ SAVES_NO_STORAGE = "it saves a sparse or nested tensor, which has no bytes to co
 SAVES_UNDER_TRACING = "it saves tensors while a graph is traced (torch.func.linearize)"
 FINAL = (CHANGES_INPUT, SAVES_NO_STORAGE, SAVES_UNDER_TRACING)
 """Reasons for which the next calls cannot run again either."""
+
+
+class FilledSegments:
+    """The segments that ran again and may hold tensors still."""
+
+    def __init__(self) -> None:
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self.num_runs = 0
+        """How often a segment filled place holders, or a layer of one that is nested."""
+
+    def add(self, segment: Segment) -> None:
+        """Count that *segment* runs again, and have the others forget what was used."""
+        self.num_runs += 1
+        for other in list(self._segments):
+            if other is not segment:
+                other.forget(is_used_only=True)
+        self._segments.add(segment)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget *segment*, which holds nothing any more."""
+        self._segments.discard(segment)
 
 
 class Segment:
@@ -100,8 +118,8 @@ class Segment:
         is_nested: bool = False,
         check: ForwardCheck | None = None,
     ) -> None:
-        self.check = check
-        self.lock = threading.RLock()  # see [Note: Threads] in engine/runtime/unpacking.py
+        self._check = check
+        self._lock = threading.RLock()  # see [Note: Threads] in engine/runtime/unpacking.py
         self.calls: list[RecordedCall] = []
         self.tape = first.tape
         self._first = first
@@ -128,7 +146,7 @@ class Segment:
         self._num_packed_before = 0
         """Place holders of the newest part that are not of the newest call."""
 
-    def name_of(self, part: Part) -> str:
+    def _name_of(self, part: Part) -> str:
         """Name the layers of *part*, for messages."""
         first, last = self.calls[part.start].name, self.calls[max(part.start, part.stop - 1)].name
         return f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
@@ -171,13 +189,13 @@ class Segment:
             return streamed
         if not has_storage(tensor) or not has_bytes(tensor):
             self._reason = SAVES_UNDER_TRACING if has_storage(tensor) else SAVES_NO_STORAGE
-            return self._parts[-1].hold(self, tensor)
+            return self._parts[-1].hold(tensor)
         if self._hidden is not None:
             self._keep_input(self._hidden)
         if self._attention is not None:
             self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
         self._keeper.note_dropped(call, tensor)
-        return self._parts[-1].pack(self, call.fqn, tensor)
+        return self._parts[-1].pack(call.fqn, tensor, self._check)
 
     def _keep_input(self, hidden: Tensor) -> None:
         self._hidden = None
@@ -247,7 +265,37 @@ class Segment:
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def run_again(self, part: Part, task: int) -> None:
+    def unpack(self, saved: PlaceHolder | KeptParameter | StreamedTensor) -> Tensor:
+        """Return the tensor that *saved* stands for; its unpack hook."""
+        if isinstance(saved, KeptParameter):
+            tensor, where = saved.tensor, f"layer {saved.layer!r}"
+        elif saved.give is not None:
+            return saved.give()
+        else:
+            assert isinstance(saved, PlaceHolder)
+            tensor, where = self._tensor_of(saved), self._name_of(saved.part)
+        if version_of(tensor) != saved.version:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, in {where}. Use the out-of-place form of the operation, and "
+                "step the optimizer after backward. (It fails in the same way without hf_pyao.)",
+                key="changed-before-second-run",
+            )
+        return tensor
+
+    def _tensor_of(self, saved: PlaceHolder) -> Tensor:
+        """Return the tensor of *saved*, for which its part runs again if need be."""
+        task = current_graph_task()
+        with self._lock:
+            is_in_forward = saved.tensor is not None and saved.task == NO_TASK
+            if saved.tensor is None or saved.task not in (NO_TASK, task):
+                self._run_again(saved.part, task)
+            tensor = saved.use()
+            if task == NO_TASK and not is_in_forward:
+                self.forget(is_used_only=False)  # looked at outside of a backward pass
+        return tensor
+
+    def _run_again(self, part: Part, task: int) -> None:
         """Run its layers again, and fill the place holders of *part* for graph task *task*.
 
         Raises:
@@ -273,17 +321,22 @@ class Segment:
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
         made = self._inputs_of(part, call)
-        name, check = self.name_of(part), self.check
+        name, check = self._name_of(part), self._check
         streamed = functools.partial(self._keeper.streamed, call)
-        rehearsed: Sequence[Noted] = ()
+        rehearsed: Mapping[int, Noted] = {}
         if check is not None and check.runs_twice and may_be_unsteady(self._devices):
-            rehearsal = Rehearsal(name, part, streamed, check)
-            self._run_part(part, dict(made), rehearsal, call)
+            rehearsal = Collector(name, part, streamed, None, check)
+            self._run_part(part, dict(made), rehearsal, call, {})
             rehearsed = rehearsal.noted
-        self._run_part(part, made, Filler(name, part, streamed, task, check, rehearsed), call)
+        self._run_part(part, made, Collector(name, part, streamed, task, check), call, rehearsed)
 
     def _run_part(
-        self, part: Part, made: dict[MadeBefore, Tensor], collector: Collector, call: LayerCall
+        self,
+        part: Part,
+        made: dict[MadeBefore, Tensor],
+        collector: Collector,
+        call: LayerCall,
+        rehearsed: Mapping[int, Noted],
     ) -> None:
         """Run the layers of *part*, which get *made*; *collector* gets what they save."""
         try:
@@ -294,7 +347,7 @@ class Segment:
         except AllCollectedError as end:
             if end.collector is not collector:
                 raise
-        collector.end()
+        collector.end(rehearsed)
 
     def _inputs_of(self, part: Part, call: LayerCall) -> dict[MadeBefore, Tensor]:
         """Return what layers before *part* made that it gets; they run again if that is gone.
