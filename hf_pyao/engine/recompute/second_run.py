@@ -55,8 +55,7 @@ class Part:
 
     def hold(self, tensor: Tensor) -> PlaceHolder:
         """Return what stands for *tensor*, of which nothing is noted: its call runs once."""
-        place_holder = PlaceHolder(self)
-        place_holder.fill(tensor.detach(), NO_TASK)
+        place_holder = PlaceHolder(self, tensor.detach())
         self.place_holders.append(weakref.ref(place_holder))
         return place_holder
 
@@ -85,16 +84,19 @@ class Part:
 
 
 class PlaceHolder:
-    """Stands for a tensor that autograd saves in *part* of a segment."""
+    """Stands for a tensor that autograd saves in *part* of a segment.
+
+    One that stands for a parameter is not among those of the part, and holds it to its end.
+    """
 
     __slots__ = ("__weakref__", "give", "is_used", "part", "task", "tensor", "version")
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, tensor: Tensor) -> None:
         self.part = part
         self.give: Callable[[], Tensor] | None = None
         """Returns the tensor of a call that is not to run again."""
-        self.tensor: Tensor | None = None
-        self.version = 0
+        self.tensor: Tensor | None = tensor
+        self.version = version_of(tensor)
         """That of the tensor when it was put here."""
         self.task = NO_TASK
         """The backward pass that the tensor was made for; none if it is forward's own."""
@@ -127,17 +129,6 @@ class PlaceHolder:
         if version_of(self.tensor) == self.version:
             self.give = keep(self.tensor)
             self.tensor = None
-
-
-class KeptParameter:
-    """Stands for a parameter that autograd saves."""
-
-    __slots__ = ("layer", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, layer: str) -> None:
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.layer = layer
 
 
 # ---- the second run ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.segment_admission import Admission, hidden_states_of
-from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
+from hf_pyao.engine.recompute.segment_calls import RecordedCall
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.segments import FINAL, FilledSegments, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
@@ -224,9 +224,8 @@ class SegmentLifecycle(Lifecycle):
         """Put *call* into a segment; return what takes over what it saves."""
         layer, here = call.layer, self._here
         segment = self._segment_for(call, args, kwargs)
-        hidden = None if segment.calls else hidden_states_of(args, kwargs)
-        recorded = record_call(
-            module, layer.fqn, args, kwargs, state, hidden, segment.made_by, self._is_ours
+        recorded = RecordedCall(
+            module, layer.fqn, args, kwargs, state, segment.stand_in_for, self._is_ours
         )
         here.attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
         segment.add(call, recorded, here.attention)
@@ -309,13 +308,11 @@ class SegmentLifecycle(Lifecycle):
             and segment.made_by(hidden, last_only=True) is not None
         ):
             return segment
-        devices = devices_of((args, kwargs))
         return Segment(
             call,
             hidden,
             self._keeper,
             self.filled,
-            devices,
             self._running_again,
             is_nested=self.is_nested,
             check=self._second_runs.of_forward(call.tape.number),

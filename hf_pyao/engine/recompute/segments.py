@@ -36,6 +36,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,12 +47,11 @@ from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.second_run import (
     AllCollectedError,
     Collector,
-    KeptParameter,
     Part,
     PlaceHolder,
     for_no_one,
 )
-from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
+from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall, SegmentInput
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
 from hf_pyao.engine.rerun.generators import RandomState
@@ -99,7 +99,6 @@ class Segment:
         hidden: what that layer gets.
         keeper: keeps *hidden*, and what kernels of attention return.
         filled: knows the segments that hold tensors.
-        devices: accelerators whose random numbers its layers may draw.
         running: given the name of the first layer that runs again, returns what is entered
             meanwhile.
         is_nested: the tensors of one layer at a time are there; see [Note: One by one].
@@ -112,7 +111,6 @@ class Segment:
         hidden: Tensor,
         keeper: Keeper,
         filled: FilledSegments,
-        devices: Sequence[torch.device],
         running: Callable[[str], contextlib.AbstractContextManager[Any]],
         *,
         is_nested: bool = False,
@@ -127,10 +125,10 @@ class Segment:
         self._parts: list[Part] = []
         self._keeper = keeper
         self._filled = filled
-        self._devices = devices
         self._running = running
         self._is_nested = is_nested
         self._hidden: Tensor | None = hidden
+        """What its first layer gets, until that has saved something or ends."""
         self._hidden_version = version_of(hidden)
         self._requires_grad = hidden.requires_grad
         self._kept_hidden: Callable[[], Tensor | None] = lambda: None
@@ -171,6 +169,12 @@ class Segment:
         self.calls.append(recorded)
         self._parts[-1].reach_to(len(self.calls))
 
+    def stand_in_for(self, tensor: Tensor) -> SegmentInput | MadeBefore | None:
+        """Return what stands for *tensor*, which its next call is given, if it is made here."""
+        if tensor is self._hidden and not self.calls:
+            return SegmentInput()
+        return self.made_by(tensor)
+
     def made_by(self, tensor: Tensor, *, last_only: bool = False) -> MadeBefore | None:
         """Return which of its layers returned *tensor*, if one did and it was not changed since."""
         for ref, version, made in reversed(self._made):
@@ -180,10 +184,10 @@ class Segment:
                 return made if version == version_of(tensor) else None
         return None
 
-    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | KeptParameter | StreamedTensor:
+    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | StreamedTensor:
         """Take over *tensor*, which autograd saves in it; its pack hook, but for the first."""
         if isinstance(tensor, Parameter):
-            return KeptParameter(tensor, call.fqn)
+            return PlaceHolder(self._parts[-1], tensor)
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:
             return streamed
@@ -257,7 +261,7 @@ class Segment:
 
         Where layers run one by one, that is held, and may be given twice.
         """
-        needs = recorded.needs()
+        needs = recorded.needs
         return any(
             made in needs and (tensor := ref()) is not None and version_of(tensor) != version
             for ref, version, made in self._made
@@ -265,20 +269,18 @@ class Segment:
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def unpack(self, saved: PlaceHolder | KeptParameter | StreamedTensor) -> Tensor:
+    def unpack(self, saved: PlaceHolder | StreamedTensor) -> Tensor:
         """Return the tensor that *saved* stands for; its unpack hook."""
-        if isinstance(saved, KeptParameter):
-            tensor, where = saved.tensor, f"layer {saved.layer!r}"
-        elif saved.give is not None:
+        if saved.give is not None:
             return saved.give()
-        else:
-            assert isinstance(saved, PlaceHolder)
-            tensor, where = self._tensor_of(saved), self._name_of(saved.part)
+        assert isinstance(saved, PlaceHolder)
+        tensor = self._tensor_of(saved)
         if version_of(tensor) != saved.version:
             raise SavedTensorModifiedError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation, in {where}. Use the out-of-place form of the operation, and "
-                "step the optimizer after backward. (It fails in the same way without hf_pyao.)",
+                f"inplace operation, in {self._name_of(saved.part)}. Use the out-of-place form of "
+                "the operation, and step the optimizer after backward. (It fails in the same way "
+                "without hf_pyao.)",
                 key="changed-before-second-run",
             )
         return tensor
@@ -312,11 +314,15 @@ class Segment:
         self._filled.add(self)
         call = self._layer_calls[part.stop - 1]
         with (
-            RandomState(self._devices).kept(),
+            RandomState(self._devices()).kept(),
             self._running(self.calls[part.start].name),
             torch.enable_grad(),
         ):
             self._fill(part, task, call)
+
+    def _devices(self) -> list[torch.device]:
+        """Return the accelerators whose random numbers its layers may draw."""
+        return list(dict.fromkeys(chain.from_iterable(each.devices for each in self.calls)))
 
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
@@ -324,7 +330,7 @@ class Segment:
         name, check = self._name_of(part), self._check
         streamed = functools.partial(self._keeper.streamed, call)
         rehearsed: Mapping[int, Noted] = {}
-        if check is not None and check.runs_twice and may_be_unsteady(self._devices):
+        if check is not None and check.runs_twice and may_be_unsteady(self._devices()):
             rehearsal = Collector(name, part, streamed, None, check)
             self._run_part(part, dict(made), rehearsal, call, {})
             rehearsed = rehearsal.noted
@@ -383,7 +389,7 @@ class Segment:
 
     def _needs(self, start: int, stop: int) -> set[MadeBefore]:
         """Return what its calls from *start* to before *stop* get from others of them."""
-        return {made for recorded in self.calls[start:stop] for made in recorded.needs()}
+        return set().union(*(recorded.needs for recorded in self.calls[start:stop]))
 
     def _run_call(
         self,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_pyao import ModuleMap, Offloader, PyAOConfig, attach, register_module_map
 from hf_pyao.engine.recompute.noted_caches import Held, hold
-from hf_pyao.engine.recompute.segment_calls import noted
+from hf_pyao.engine.recompute.segment_calls import mapped
 from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.errors import ConfigError, ConflictError, RecomputationError, SavedTensorModifiedError
 from hf_pyao.model.map import architectures
@@ -357,7 +357,7 @@ def test_arguments_of_other_kinds_come_again_as_they_were() -> None:
         second: str
 
     given = {"a": Pair(INPUT, "x"), "b": [(INPUT,), {1: None}], "c": torch.Size([2])}
-    held = noted(given, hold)
+    held = mapped(given, lambda value: hold(value) if isinstance(value, torch.Tensor) else value)
     assert isinstance(held["a"].first, Held)
     assert isinstance(held["b"][0][0], Held)
     assert held is not given
