@@ -56,7 +56,7 @@ class Admission:
             state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
         reason = reason or _reason_to_refuse(state.modules(), args, kwargs, is_compiling)
         if not reason:
-            found = state.now()
+            found = StateOfCall(state)
             reason = found.reason_unknown()
             if not reason:
                 return found

@@ -54,7 +54,6 @@ from hf_pyao.engine.recompute.second_run import (
 from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall, SegmentInput
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
-from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
@@ -313,16 +312,8 @@ class Segment:
             each.forget(is_used_only=each is not part)
         self._filled.add(self)
         call = self._layer_calls[part.stop - 1]
-        with (
-            RandomState(self._devices()).kept(),
-            self._running(self.calls[part.start].name),
-            torch.enable_grad(),
-        ):
+        with self._running(self.calls[part.start].name), torch.enable_grad():
             self._fill(part, task, call)
-
-    def _devices(self) -> list[torch.device]:
-        """Return the accelerators whose random numbers its layers may draw."""
-        return list(dict.fromkeys(chain.from_iterable(each.devices for each in self.calls)))
 
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
@@ -330,7 +321,8 @@ class Segment:
         name, check = self._name_of(part), self._check
         streamed = functools.partial(self._keeper.streamed, call)
         rehearsed: Mapping[int, Noted] = {}
-        if check is not None and check.runs_twice and may_be_unsteady(self._devices()):
+        devices = list(chain.from_iterable(each.devices for each in self.calls))
+        if check is not None and check.runs_twice and may_be_unsteady(devices):
             rehearsal = Collector(name, part, streamed, None, check)
             self._run_part(part, dict(made), rehearsal, call, {})
             rehearsed = rehearsal.noted
