@@ -8,7 +8,7 @@ handle on it.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Container
 from typing import Any
 
@@ -105,7 +105,7 @@ class Replay:
         )
         """Those that some graph node may still ask for, by what they hold."""
         self.rebuilt: dict[Value, torch.UntypedStorage] = {}
-        self.uses: Counter[Value] = Counter()
+        self.uses: defaultdict[Value, int] = defaultdict(int)
         """How many operations still to be replayed read a value."""
         self._is_counted = False
 
@@ -148,16 +148,16 @@ class Replay:
 
     def is_needed(self, value: Value) -> bool:
         """Say whether an operation is still to read *value*, or autograd may ask for it."""
-        return self.uses[value] > 0 or value in self.dropped
+        return self.uses.get(value, 0) > 0 or value in self.dropped
 
     def let_go(self, value: Value) -> None:
         """Let go of what was rebuilt of *value*, unless an operation is to read it.
 
         Autograd asks for it no more. Where it was the last one, nothing is read any more.
         """
-        if all(each is value for each in self.dropped):
+        if len(self.dropped) <= 1:
             self.reset()
-        elif self.uses[value] <= 0:
+        elif self.uses.get(value, 0) <= 0:
             self.rebuilt.pop(value, None)
 
     def sources(self, record: DroppedStorage) -> list[Source]:
@@ -184,8 +184,9 @@ class Replay:
             if value.source is not None or operation is None or operation in seen:
                 continue
             seen.add(operation)
-            self.uses.update(operation.parents)
-            pending.extend(operation.parents)
+            for parent in operation.parents:
+                self.uses[parent] += 1
+                pending.append(parent)
 
 
 def _in_order(target: Value, rebuilt: Container[Value]) -> list[Operation]:
@@ -243,7 +244,8 @@ class _Run:
         args = [self._thawed(arg) for arg in operation.args[1:]]
         kwargs = {key: self._thawed(arg) for key, arg in operation.kwargs.items()}
         parents = operation.parents
-        self._replay.uses.subtract(parents)
+        for parent in parents:
+            self._replay.uses[parent] -= 1
         if operation.args:
             args.insert(0, self._first(operation))
         out = _call(operation, args, kwargs)

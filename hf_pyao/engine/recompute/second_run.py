@@ -181,7 +181,7 @@ class Collector:
 
         No backward goes through that graph, but for those that a layer runs in its forward.
         """
-        if isinstance(tensor, Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, Parameter):
             return tensor
         streamed = self._streamed(tensor)
         if streamed is not None:

@@ -185,7 +185,7 @@ class Segment:
 
     def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | StreamedTensor:
         """Take over *tensor*, which autograd saves in it; its pack hook, but for the first."""
-        if isinstance(tensor, Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, Parameter):
             return PlaceHolder(self._parts[-1], tensor)
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:
@@ -269,23 +269,14 @@ class Segment:
     # ---- backward ------------------------------------------------------------------------------
 
     def unpack(self, saved: PlaceHolder | StreamedTensor) -> Tensor:
-        """Return the tensor that *saved* stands for; its unpack hook."""
+        """Return the tensor that *saved* stands for; its unpack hook. Layers run again if need be.
+
+        Raises:
+            SavedTensorModifiedError: the tensor was changed in place.
+        """
         if saved.give is not None:
             return saved.give()
         assert isinstance(saved, PlaceHolder)
-        tensor = self._tensor_of(saved)
-        if version_of(tensor) != saved.version:
-            raise SavedTensorModifiedError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation, in {self._name_of(saved.part)}. Use the out-of-place form of "
-                "the operation, and step the optimizer after backward. (It fails in the same way "
-                "without hf_pyao.)",
-                key="changed-before-second-run",
-            )
-        return tensor
-
-    def _tensor_of(self, saved: PlaceHolder) -> Tensor:
-        """Return the tensor of *saved*, for which its part runs again if need be."""
         task = current_graph_task()
         with self._lock:
             is_in_forward = saved.tensor is not None and saved.task == NO_TASK
@@ -294,6 +285,14 @@ class Segment:
             tensor = saved.use()
             if task == NO_TASK and not is_in_forward:
                 self.forget(is_used_only=False)  # looked at outside of a backward pass
+        if version_of(tensor) != saved.version:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, in {self._name_of(saved.part)}. Use the out-of-place form of "
+                "the operation, and step the optimizer after backward. (It fails in the same way "
+                "without hf_pyao.)",
+                key="changed-before-second-run",
+            )
         return tensor
 
     def _run_again(self, part: Part, task: int) -> None:

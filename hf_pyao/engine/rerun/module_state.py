@@ -318,5 +318,6 @@ def _parameters_then(then: Table, now: Table) -> Table:
 
 def _is_plain(parameter: Tensor | None) -> bool:
     """Say whether *parameter* is neither sharded nor a view of what is."""
-    is_known = type(parameter) in (Tensor, Parameter)
-    return is_known and parameter is not None and not isinstance(parameter._base, Parameter)
+    if parameter is None or type(parameter) not in (Tensor, Parameter):
+        return False
+    return parameter._base is None or not isinstance(parameter._base, Parameter)
