@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install import weights
-from hf_pyao.engine.rerun.weight_samples import WeightSamples
+from hf_pyao.engine.rerun.weight_samples import have_changed, samples_of
 from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
 from hf_pyao.engine.weights.ring import WeightRing
 from tests.helpers import FunctionLayer, Stack
@@ -218,16 +218,16 @@ PROGRAMS = {"one stream": one_stream, "forward elsewhere": forward_elsewhere}
 @contextlib.contextmanager
 def samples_of_masters_are_on_the_host() -> Iterator[None]:
     """Leave samples of weights out of what is watched: they are host memory, which has no stream."""
-    own = {name: getattr(WeightSamples, name) for name in ("take", "have_changed")}
 
-    def unwatched(name: str) -> Callable[..., Any]:
-        def method(samples: WeightSamples, *args: Any) -> Any:
+    def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
             with _disable_current_modes():
-                return own[name](samples, *args)
+                return function(*args)
 
-        return method
+        return run
 
-    with mock.patch.multiple(WeightSamples, **{name: unwatched(name) for name in own}):
+    functions = {each.__name__: unwatched(each) for each in (samples_of, have_changed)}
+    with mock.patch.multiple("hf_pyao.engine.weights.blocks", **functions):
         yield
 
 

@@ -17,8 +17,7 @@ import logging
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -34,7 +33,8 @@ from hf_pyao.auto.retry.failure_message import MemoryFailure, Remedies
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.rerun.added_gradients import AddedOnce
-from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState
+from hf_pyao.engine.rerun.module_state import ModuleState
 from hf_pyao.engine.rerun.other_gradients import find_other, newest_backward
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.transfer.graph_task import NO_TASK
@@ -85,7 +85,7 @@ class MicroBatchRunner:
         self.tightening = tightening
         """Asked for a tighter plan; may be exchanged."""
         self._on_tightened = on_tightened
-        self._tensors: ModelTensors | None = None
+        self._state: ModuleState | None = None
         self._newest_backward = NO_TASK
 
     def run(self, function: Callable[[], Result], *, writes_only_this_model: bool) -> Result:
@@ -93,14 +93,14 @@ class MicroBatchRunner:
         model = self._model()
         if model is None:
             return function()
-        tensors = self._tensors
-        if tensors is None:
-            tensors = self._tensors = ModelTensors(model)
+        state = self._state
+        if state is None:
+            state = self._state = ModuleState([model], "the model")
             self._newest_backward = newest_backward()
         attempt = _Attempt(
             self._engine.num_forwards,
             max(self._newest_backward, self._engine.unpacker.newest_task),
-            tensors,
+            state,
             writes_only_this_model=writes_only_this_model,
         )
         del model
@@ -112,14 +112,12 @@ class MicroBatchRunner:
             except OutOfDeviceMemoryError:
                 raise
             except torch.OutOfMemoryError as error:
-                self._make_room(error, attempt, tensors)
+                self._make_room(error, attempt)
             # Only here, where the error is gone, and all that it held.
-            self._release(tensors)
+            self._release(attempt)
             attempt.undo()  # again: what was released may have changed something
 
-    def _make_room(
-        self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
-    ) -> None:
+    def _make_room(self, error: torch.OutOfMemoryError, attempt: _Attempt) -> None:
         """Find a tighter policy for the next try.
 
         Raises:
@@ -146,18 +144,18 @@ class MicroBatchRunner:
             )
             self._on_tightened(sentence)
             return
-        self._release(tensors)
+        self._release(attempt)
         if can_be_undone:
             reason = f"nothing tighter is left after {attempt.num_tries} tries"
         message = failure.explain(self._remedies, reason)
         raise OutOfDeviceMemoryError(message, key="out-of-memory") from error
 
-    def _release(self, tensors: ModelTensors) -> None:
+    def _release(self, attempt: _Attempt) -> None:
         """Give back what a failed try has held."""
         torch.clear_autocast_cache()
         gc.collect()  # frames that held the error which held them
         self._engine.release_done()
-        for device in tensors.devices:
+        for device in attempt.devices:
             release_cached(device)
 
 
@@ -168,7 +166,7 @@ class _Attempt:
         self,
         since: int,
         newest_backward: int,
-        tensors: ModelTensors,
+        model: ModuleState,
         *,
         writes_only_this_model: bool,
     ) -> None:
@@ -180,7 +178,7 @@ class _Attempt:
         self._newest_backward = newest_backward
         self._writes_only_this_model = writes_only_this_model
         self._collectives = num_collectives()
-        self._state = MicroBatchState(tensors)
+        self._state = MicroBatchState(model)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Try it, from what it began with."""
@@ -217,16 +215,14 @@ class _Attempt:
             reason_not_alone(self._collectives, trace)
             or reason_of_wrappers(model, trace, has_written=self._state.has_written)
             or of_tensors
-            or self._reason_of_others(
-                num_backwards, trace if in_backward and num_backwards == 1 else None
-            )
+            or self._reason_of_others(num_backwards)
         )
 
-    def _reason_of_others(self, num_backwards: int, failed: TracebackType | None) -> str:
+    def _reason_of_others(self, num_backwards: int) -> str:
         """Look for gradients of others that it may have written."""
         if self._writes_only_this_model or num_backwards <= 0:
             return ""
-        other = find_other(self._state.known_ids, failed)
+        other = find_other(self._state.parameters)
         if other is None:
             return ""
         return (
@@ -234,6 +230,11 @@ class _Attempt:
             "may have written (clear gradients that are not needed, or pass "
             "writes_only_this_model=True)"
         )
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Those that the model is on, the CPU apart."""
+        return self._state.devices
 
     def undo(self) -> None:
         """Put everything back that it began with."""

@@ -21,7 +21,7 @@ Caches of other classes may write in place. A layer that gets one does not run a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,10 @@ class Held(NamedTuple):
     version: int
     requires_grad: bool
     """Whether it is to require a gradient again, though nothing made it."""
+
+    def again(self) -> Tensor:
+        """Return the tensor for a second run."""
+        return self.tensor.detach().requires_grad_() if self.requires_grad else self.tensor
 
 
 def hold(tensor: Tensor, version: int | None = None) -> Held:
@@ -129,14 +133,14 @@ class NotedCache:
             for index, each in enumerate(noted):
                 each.settle(is_read=not read or index in read)
 
-    def refilled(self, filled: Callable[[Held], Tensor]) -> Any:
-        """Return a copy of the cache; *filled* returns the tensor for what is held."""
+    def again(self) -> Any:
+        """Return a copy of the cache for a second run."""
         attributes = dict(self._attributes)
         for name, value in attributes.items():
             if isinstance(value, NotedCache):
-                attributes[name] = value.refilled(filled)
+                attributes[name] = value.again()
             elif isinstance(value, list):
-                attributes[name] = [each.refilled(filled) for each in value]
+                attributes[name] = [each.again() for each in value]
             elif isinstance(value, dict):
                 attributes[name] = dict(value)
         return _copy_of(self._kind, attributes)
@@ -179,14 +183,14 @@ class _NotedEntry:
             known = hold(tensor, version) if is_read else _Unread(tensor.shape, tensor.dtype)
             self.attributes[name] = known
 
-    def refilled(self, filled: Callable[[Held], Tensor]) -> Any:
-        """Return a copy of it."""
+    def again(self) -> Any:
+        """Return a copy of it for a second run."""
         attributes = dict(self.attributes)
         for name, value in attributes.items():
             if isinstance(value, _Unread):
                 attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             elif isinstance(value, Held):
-                attributes[name] = filled(value)
+                attributes[name] = value.again()
         return _copy_of(self._kind, attributes)
 
 

@@ -34,12 +34,16 @@ class RecipeFinder:
 
     Args:
         trace: what was seen of the layer call.
+        planned: values that other recipes rebuild.
         shared_keys: storages that other layers get too: to keep one of them costs this layer
             nothing.
     """
 
-    def __init__(self, trace: Trace, shared_keys: Container[int] = frozenset()) -> None:
+    def __init__(
+        self, trace: Trace, planned: Container[Value], shared_keys: Container[int]
+    ) -> None:
         self._trace = trace
+        self._planned = planned
         self._shared_keys = shared_keys
         self._tensors: dict[Value, torch.Tensor] = {}
         """Of the values that can be stored: a tensor on each."""
@@ -57,7 +61,7 @@ class RecipeFinder:
 
     def is_there(self, value: Value) -> bool:
         """Say whether backward has *value* in any case."""
-        return value.source is not None or value.is_planned
+        return value.source is not None or value in self._planned
 
     def parents(self, value: Value) -> Sequence[Value] | None:
         """Return what is read to make *value* again; None if it cannot be made again."""
@@ -84,13 +88,13 @@ class RecipeFinder:
         return 0 if key in self._shared_keys else value.nbytes
 
 
-def settle(target: Value) -> None:
-    """Mark *target*, and all that is rebuilt on the way to it, as available to other recipes."""
+def settle(target: Value, planned: set[Value]) -> None:
+    """Add *target* to *planned*, and all that is rebuilt on the way to it: others may use it."""
     pending = [target]
     while pending:
         value = pending.pop()
-        if value.source is None and not value.is_planned:
-            value.plan()
+        if value.source is None and value not in planned:
+            planned.add(value)
             assert value.producer is not None
             pending.extend(value.producer.parents)
 

@@ -12,7 +12,7 @@ import torch
 from hf_pyao.engine.recompute.operations import Rules
 from hf_pyao.engine.recompute.recipes import RecipeFinder, settle
 from hf_pyao.engine.recompute.replay import DroppedStorage, Replay
-from hf_pyao.engine.recompute.trace_values import Source
+from hf_pyao.engine.recompute.trace_values import Source, Value
 from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.recompute.verification import REBUILT, SecondRuns
 from hf_pyao.engine.runtime.policy import LayerRun, Policy
@@ -70,6 +70,8 @@ class CallRecomputation:
         """What it computed so far, while it runs; None if that is not seen."""
         self._reason_not_traced = reason_not_traced
         self._replay = Replay(trace, watcher, second_runs)
+        self._planned: set[Value] = set()
+        """What recipes rebuild, while the call runs."""
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -93,17 +95,17 @@ class CallRecomputation:
         if self.trace is not None:
             self.trace.go_on()
 
-    def stop(self) -> None:
-        """See no more. It may be called again, also where it was interrupted."""
-        if self.trace is not None:
-            self.trace.stop()
-
     def close(self) -> None:
-        """End the trace. Recipes keep of it what they need."""
+        """End the trace, of which recipes keep what they need.
+
+        It may be called again, also where it was interrupted.
+        """
         trace = self.trace
         if trace is not None:
+            trace.stop()
             self._replay.forget_trace()
             self.trace = None
+            self._planned.clear()
             trace.close()
 
     def producer_of(self, storage: torch.UntypedStorage) -> str | None:
@@ -134,8 +136,7 @@ class CallRecomputation:
         """Return what stands for the content of *storage*, if it was dropped before; else None."""
         if self.trace is None:
             return None
-        slot = self.trace.value_of(tensor, storage).slot
-        return None if slot is None else slot()
+        return self._replay.dropped.get(self.trace.value_of(tensor, storage))
 
     def recipe_for(
         self,
@@ -147,7 +148,7 @@ class CallRecomputation:
         if self.trace is None:
             return Refused(self._reason_not_traced)
         value = self.trace.value_of(tensor, storage)
-        found = RecipeFinder(self.trace, shared_keys).find(value)
+        found = RecipeFinder(self.trace, self._planned, shared_keys).find(value)
         if isinstance(found, Refused):
             return found
         return Recipe(
@@ -171,7 +172,7 @@ class CallRecomputation:
         slot: Slot,
     ) -> DroppedStorage:
         """Let go of *tensor*'s storage; return what stands for it."""
-        settle(recipe.value)
+        settle(recipe.value, self._planned)
         replay = self._replay
         check = self._second_runs.of_forward(call.tape.number)
         record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout, check)
@@ -182,7 +183,7 @@ class CallRecomputation:
 
     def is_live(self) -> bool:
         """Say whether some graph node may still ask for what was dropped."""
-        return bool(self._replay.live_slots())
+        return bool(self._replay.dropped)
 
     def reset(self) -> None:
         """Drop what was rebuilt; it may be asked for again."""

@@ -8,6 +8,8 @@ handle on it.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -52,7 +54,6 @@ class DroppedStorage(RebuiltStorage):
         super().__init__(call, slot, value.nbytes, tensor, layout, counter)
         counter.data = layout.blank
         self.home = current_stream(self.device)
-        value.is_slot(weakref.ref(self))
 
     def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
         """Say whether this may stand for *tensor*, on the same storage and of the same version."""
@@ -79,9 +80,9 @@ class DroppedStorage(RebuiltStorage):
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
-        value = vars(self).get("value")
-        if value is not None and value.uses <= 0:
-            value.forget_rebuilt()
+        replay = vars(self).get("replay")
+        if replay is not None:
+            replay.let_go(self.value)
 
 
 class Replay:
@@ -99,7 +100,13 @@ class Replay:
         self.trace = trace
         self._watcher = watcher
         self._second_runs = second_runs
-        self._slots: list[weakref.ref[DroppedStorage]] = []
+        self.dropped: weakref.WeakValueDictionary[Value, DroppedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        """Those that some graph node may still ask for, by what they hold."""
+        self.rebuilt: dict[Value, torch.UntypedStorage] = {}
+        self.uses: defaultdict[Value, int] = defaultdict(int)
+        """How many operations still to be replayed read a value."""
         self._is_counted = False
 
     def forget_trace(self) -> None:
@@ -109,11 +116,7 @@ class Replay:
     def add(self, record: DroppedStorage) -> None:
         """Take *record* in."""
         self.reset()  # a backward inside of the layer: it did not know of this one
-        self._slots.append(weakref.ref(record))
-
-    def live_slots(self) -> list[DroppedStorage]:
-        """Return the dropped storages that some graph node may still ask for."""
-        return [record for ref in self._slots if (record := ref()) is not None]
+        self.dropped[record.value] = record
 
     def rebuild(self, record: DroppedStorage) -> torch.UntypedStorage:
         """Return the bytes of *record*, replaying what is needed and was not replayed yet."""
@@ -122,8 +125,8 @@ class Replay:
                 self._is_counted = True
                 self._count_uses()
             value = record.value
-            if value.rebuilt is None:
-                run = _Run(value, self._watcher, record.slot)
+            if value not in self.rebuilt:
+                run = _Run(self, value, self._watcher, record.slot)
                 with self._second_runs.watch(record.slot.layer):
                     if self._watcher is None:
                         run.run_all()
@@ -132,27 +135,30 @@ class Replay:
         except BaseException:
             self.reset()  # half of it was counted or run
             raise
-        assert value.rebuilt is not None
-        return value.rebuilt
+        return self.rebuilt[value]
 
     def reset(self) -> None:
         """Drop everything that was rebuilt: a retained graph may ask for it again, later."""
-        if not self._is_counted:
-            return
-        self._is_counted = False
-        slots = self.live_slots()
-        for record in slots:
-            record.forget_handed_out()
-        pending = [record.value for record in slots]
-        seen: set[Value] = set()
-        while pending:
-            value = pending.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            value.reset()
-            if value.producer is not None:
-                pending.extend(value.producer.parents)
+        if self._is_counted:
+            self._is_counted = False
+            for record in self.dropped.values():
+                record.forget_handed_out()
+            self.uses.clear()
+            self.rebuilt.clear()
+
+    def is_needed(self, value: Value) -> bool:
+        """Say whether an operation is still to read *value*, or autograd may ask for it."""
+        return self.uses.get(value, 0) > 0 or value in self.dropped
+
+    def let_go(self, value: Value) -> None:
+        """Let go of what was rebuilt of *value*, unless an operation is to read it.
+
+        Autograd asks for it no more. Where it was the last one, nothing is read any more.
+        """
+        if len(self.dropped) <= 1:
+            self.reset()
+        elif self.uses.get(value, 0) <= 0:
+            self.rebuilt.pop(value, None)
 
     def sources(self, record: DroppedStorage) -> list[Source]:
         """Return the stored values that *record* is rebuilt from."""
@@ -171,7 +177,7 @@ class Replay:
     def _count_uses(self) -> None:
         """Count, for every value on the way to a slot, the operations that will read it."""
         seen: set[Operation] = set()
-        pending = [record.value for record in self.live_slots()]
+        pending = list(self.dropped)
         while pending:
             value = pending.pop()
             operation = value.producer
@@ -179,18 +185,18 @@ class Replay:
                 continue
             seen.add(operation)
             for parent in operation.parents:
-                parent.count_use()
+                self.uses[parent] += 1
                 pending.append(parent)
 
 
-def _in_order(target: Value) -> list[Operation]:
+def _in_order(target: Value, rebuilt: Container[Value]) -> list[Operation]:
     """Return the operations that lead to *target*, in an order in which they can run."""
     order: dict[Operation, None] = {}
     pending: list[tuple[Value, bool]] = [(target, False)]
     while pending:
         value, is_ready = pending.pop()
         operation = value.producer
-        if value.source is not None or value.rebuilt is not None:
+        if value.source is not None or value in rebuilt:
             continue
         assert operation is not None
         if is_ready:
@@ -204,7 +210,10 @@ def _in_order(target: Value) -> list[Operation]:
 class _Run:
     """Runs the operations that lead to one value, as forward ran them."""
 
-    def __init__(self, target: Value, watcher: CopyWatcher | None, label: object) -> None:
+    def __init__(
+        self, replay: Replay, target: Value, watcher: CopyWatcher | None, label: object
+    ) -> None:
+        self._replay = replay
         self._target = target
         self._watcher = watcher
         self._label = label
@@ -212,7 +221,7 @@ class _Run:
     def run_all(self) -> None:
         """Run all that was not run yet."""
         refuse_under(reason_of_dispatch_modes())
-        operations = _in_order(self._target)
+        operations = _in_order(self._target, self._replay.rebuilt)
         before, has_grad = current_settings(), torch.is_grad_enabled()
         settings = before
         try:
@@ -236,14 +245,14 @@ class _Run:
         kwargs = {key: self._thawed(arg) for key, arg in operation.kwargs.items()}
         parents = operation.parents
         for parent in parents:
-            parent.discount_use()
+            self._replay.uses[parent] -= 1
         if operation.args:
             args.insert(0, self._first(operation))
         out = _call(operation, args, kwargs)
         outputs = out if isinstance(out, tuple | list) else (out,)
         for index, ref in operation.outputs:
             value = ref()
-            if value is None or not (value is self._target or value.is_needed):
+            if value is None or not (value is self._target or self._replay.is_needed(value)):
                 continue
             storage = outputs[index].untyped_storage()
             if storage.nbytes() != value.nbytes:
@@ -253,10 +262,10 @@ class _Run:
                     "recompute_modules.",
                     key="recompute-differs",
                 )
-            value.rebuilt_as(storage)
+            self._replay.rebuilt[value] = storage
         for parent in parents:
-            if not parent.is_needed:
-                parent.forget_rebuilt()
+            if not self._replay.is_needed(parent):
+                self._replay.rebuilt.pop(parent, None)
 
     def _first(self, operation: Operation) -> Any:
         """Return the first argument: one to change if the operation is in place, else as it is."""
@@ -265,7 +274,7 @@ class _Run:
             if not operation.rule.is_mutable:
                 return self._thawed(arg)
             storage, start = self._storage(arg.value)
-            if arg.value.source is not None or arg.value.is_needed:
+            if arg.value.source is not None or self._replay.is_needed(arg.value):
                 end = arg.value.nbytes - start
                 whole = bytes_view(storage, arg.value.device, -start, end)
                 storage = whole.clone().untyped_storage()
@@ -288,8 +297,7 @@ class _Run:
     def _storage(self, value: Value) -> tuple[torch.UntypedStorage, int]:
         source = value.source
         if source is None:
-            assert value.rebuilt is not None
-            return value.rebuilt, 0
+            return self._replay.rebuilt[value], 0
         if self._watcher is None:
             return source.read()
         return self._watcher.around("restore", self._label, source.read)

@@ -54,10 +54,9 @@ class Admission:
         state = self._states.get(module)
         if state is None:
             state = self._states[module] = ModuleState([module], f"layer {layer.fqn!r}")
-        modules = state.modules()
-        reason = reason or _reason_to_refuse(modules, args, kwargs, is_compiling)
+        reason = reason or _reason_to_refuse(state.modules(), args, kwargs, is_compiling)
         if not reason:
-            found = state.now(modules)
+            found = StateOfCall(state)
             reason = found.reason_unknown()
             if not reason:
                 return found

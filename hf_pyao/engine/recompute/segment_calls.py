@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hf_pyao.engine.recompute.inner_hooks import InnerHooks
@@ -50,25 +51,28 @@ class MadeBefore(NamedTuple):
     """Which of the tensors that it returned."""
 
 
-def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
-    """Return *value* with each tensor replaced, in nested tuples, lists and dictionaries too."""
-    if isinstance(value, Tensor):
-        return stand_in(value)
-    if is_known_cache(value):
-        return NotedCache(value)
-    if type(value) is dict:
-        return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
+def mapped(value: Any, replaced: Callable[[Any], Any]) -> Any:
+    """Return *value* with each part replaced, in nested tuples, lists and dictionaries too.
+
+    Args:
+        value: what a layer is given.
+        replaced: returns what takes the place of a part; the very part where it is to be entered
+            if it is a container, and to stay if it is none.
+    """
+    new = replaced(value)
+    if new is not value:
+        return new
+    kind = type(value)
+    if kind is dict:
+        return {key: mapped(item, replaced) for key, item in value.items()}
     if isinstance(value, UserDict):  # keys and values that layers share, in transformers
-        return _with_data(value, noted(value.data, stand_in))
-    if isinstance(value, tuple) or type(value) is list:
-        return _like(value, [noted(item, stand_in) for item in value])
+        other = copy.copy(value)
+        other.data = mapped(value.data, replaced)
+        return other
+    if kind is list or isinstance(value, tuple):
+        items = [mapped(item, replaced) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     return value
-
-
-def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any, Any]:
-    other = copy.copy(value)
-    other.data = data
-    return other
 
 
 def objects_in(values: Any) -> list[object]:
@@ -86,24 +90,18 @@ def objects_in(values: Any) -> list[object]:
     return found
 
 
-def _like(value: Any, items: Any) -> Any:
-    """Return *items* as a container of the kind of *value*."""
-    kind = type(value)
-    return kind(*items) if hasattr(value, "_fields") else kind(items)
-
-
 class RecordedCall:
     """A layer call that can run again.
 
     Args:
         module: the layer.
         name: its qualified name.
-        args: what it was called with, tensors replaced by what stands for them.
+        args: what it is called with.
         kwargs: the same.
-        inner_hooks: module hooks of others, before and after the layer's forward, which run where
-            what autograd saves is the segment's.
-        state: that of the layer and of its arguments, as the call begins.
-        devices: accelerators that its tensors are on.
+        state: that of the layer, as the call begins.
+        made_here: returns what stands for a tensor that the segment has; None for other tensors.
+        is_ours: says which module hooks are this lifecycle's. Those of others, before and after the
+            layer's forward, run where what autograd saves is the segment's.
     """
 
     def __init__(
@@ -112,23 +110,46 @@ class RecordedCall:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inner_hooks: InnerHooks,
         state: StateOfCall,
-        devices: Iterable[torch.device],
+        made_here: Callable[[Tensor], SegmentInput | MadeBefore | None],
+        is_ours: Callable[[object], bool],
     ) -> None:
-        self.module = module
         self.name = name
-        self._args = args
-        self._kwargs = kwargs
-        self._inner_hooks = inner_hooks
+        self.needs: set[MadeBefore] = set()
+        """What it gets from layers before it in the segment."""
+        self.devices = accelerators_in(each.device for each in tensors_in((args, kwargs)))
+        """Accelerators that its tensors are on."""
+        self._module = module
+        self._held: list[Held] = []
+        self._caches: list[NotedCache] = []
+        self._given = mapped((args, kwargs), functools.partial(self._noted, made_here))
+        self._inner_hooks = InnerHooks(module, is_ours)
         self._state = state
-        self._surroundings = Surroundings(devices)
+        self._surroundings = Surroundings(self.devices)
         self._attention: Sequence[KernelCall | None] = ()
         """What its kernels of attention returned, where that is kept."""
 
+    def _noted(
+        self, made_here: Callable[[Tensor], SegmentInput | MadeBefore | None], value: Any
+    ) -> Any:
+        """Return what stands for a tensor or a cache that it is given."""
+        if isinstance(value, Tensor):
+            known = made_here(value)
+            if isinstance(known, MadeBefore):
+                self.needs.add(known)
+            if known is not None:
+                return known
+            self._held.append(hold(value))
+            return self._held[-1]
+        if is_known_cache(value):
+            self._caches.append(NotedCache(value))
+            return self._caches[-1]
+        return value
+
     def changed_argument(self) -> bool:
         """Say whether a tensor that is held was changed in place."""
-        held = (each for each in self._stand_ins() if isinstance(each, Held))
+        of_caches = chain.from_iterable(cache.held() for cache in self._caches)
+        held = chain(self._held, of_caches)
         return any(each.version != version_of(each.tensor) for each in held)
 
     def keeps_attention(self, calls: Sequence[KernelCall | None]) -> None:
@@ -136,16 +157,12 @@ class RecordedCall:
         if any(calls):
             self._attention = calls
 
-    def needs(self) -> set[MadeBefore]:
-        """Return what it gets from layers before it in the segment."""
-        return {each for each in self._stand_ins() if isinstance(each, MadeBefore)}
-
     def reason_not_again(self) -> str:
         """Return why what its forward has changed cannot be put back, or an empty string.
 
         It is seen, too, which entries of a cache the forward reads.
         """
-        for cache in self._caches():
+        for cache in self._caches:
             cache.forward_ended()
         return self._state.reason_not_again() or self._surroundings.reason_not_again()
 
@@ -177,17 +194,14 @@ class RecordedCall:
                 key="changed-before-second-run",
             )
 
-        def value(stand_in: Any) -> Any:
-            if isinstance(stand_in, SegmentInput):
+        def filled(value: Any) -> Any:
+            if isinstance(value, SegmentInput):
                 return segment_input
-            if isinstance(stand_in, MadeBefore):
-                return made[stand_in]
-            if isinstance(stand_in, Held):
-                held = stand_in.tensor
-                return held.detach().requires_grad_() if stand_in.requires_grad else held
-            return stand_in
+            if isinstance(value, MadeBefore):
+                return made[value]
+            return value.again() if isinstance(value, Held | NotedCache) else value
 
-        args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
+        args, kwargs = mapped(self._given, filled)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._surroundings.put_back())
             stack.enter_context(self._state.put_back())
@@ -196,87 +210,5 @@ class RecordedCall:
                 given = GivenAttention(rules, self._attention, give)
                 stack.callback(given.stop)
                 given.start()
-            outputs = self._inner_hooks.run(self.module, args, kwargs)
+            outputs = self._inner_hooks.run(self._module, args, kwargs)
         return list(tensors_in(outputs))
-
-    def _stand_ins(self) -> Iterator[MadeBefore | Held]:
-        for value in self._noted():
-            if isinstance(value, NotedCache):
-                yield from value.held()
-            else:
-                yield value
-
-    def _caches(self) -> Iterator[NotedCache]:
-        return (value for value in self._noted() if isinstance(value, NotedCache))
-
-    def _noted(self) -> Iterator[MadeBefore | Held | NotedCache]:
-        pending: list[Any] = [self._args, self._kwargs]
-        while pending:
-            value = pending.pop()
-            if isinstance(value, Held | MadeBefore | NotedCache):
-                yield value
-            elif isinstance(value, dict | UserDict):
-                pending.extend(value.values())
-            elif isinstance(value, tuple | list):
-                pending.extend(value)
-
-
-def _refilled(value: Any, filled: Callable[[Any], Any]) -> Any:
-    """Return *value* with what stands for tensors replaced by tensors."""
-    if isinstance(value, SegmentInput | MadeBefore | Held):
-        return filled(value)
-    if isinstance(value, NotedCache):
-        return value.refilled(filled)
-    if isinstance(value, dict):
-        return _like(value, {key: _refilled(item, filled) for key, item in value.items()})
-    if isinstance(value, UserDict):
-        return _with_data(value, _refilled(value.data, filled))
-    if isinstance(value, tuple | list):
-        return _like(value, [_refilled(item, filled) for item in value])
-    return value
-
-
-def record_call(
-    module: nn.Module,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: StateOfCall,
-    hidden: Tensor | None,
-    made_by: Callable[[Tensor], MadeBefore | None],
-    is_ours: Callable[[object], bool],
-    devices: Iterable[torch.device],
-) -> RecordedCall:
-    """Return what *module* needs to run again with these arguments.
-
-    Args:
-        module: the layer.
-        name: its qualified name.
-        args: what it is called with.
-        kwargs: the same.
-        state: what the call has found.
-        hidden: the segment's input, if the layer is its first.
-        made_by: says which layer of the segment returned a tensor.
-        is_ours: says which module hooks are this lifecycle's.
-        devices: accelerators that its tensors are on.
-    """
-
-    def stand_in(tensor: Tensor) -> SegmentInput | MadeBefore | Held:
-        if tensor is hidden:
-            return SegmentInput()
-        return made_by(tensor) or hold(tensor)
-
-    return RecordedCall(
-        module,
-        name,
-        noted(args, stand_in),
-        noted(kwargs, stand_in),
-        InnerHooks(module, is_ours),
-        state,
-        devices,
-    )
-
-
-def devices_of(values: Any) -> tuple[torch.device, ...]:
-    """Return the accelerators that the tensors in *values* are on."""
-    return accelerators_in(tensor.device for tensor in tensors_in(values))

@@ -9,6 +9,7 @@ a layer gets, unchanged, the very tensor that the layer before has returned.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -19,20 +20,17 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.recompute.kept_attention import SeenAttention
-from hf_pyao.engine.recompute.second_run import FilledSegments, unpack
 from hf_pyao.engine.recompute.segment_admission import Admission, hidden_states_of
-from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
+from hf_pyao.engine.recompute.segment_calls import RecordedCall
 from hf_pyao.engine.recompute.segment_keeper import Keeper
-from hf_pyao.engine.recompute.segments import FINAL, Segment
+from hf_pyao.engine.recompute.segments import FINAL, FilledSegments, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
 from hf_pyao.engine.rerun.module_state import StateOfCall
-from hf_pyao.engine.runtime.lifecycle import Lifecycle
+from hf_pyao.engine.runtime.lifecycle import Hooks, Lifecycle, Way
 from hf_pyao.engine.runtime.model_hooks import ModelHook
-from hf_pyao.engine.runtime.running import Token
 from hf_pyao.engine.runtime.tape import Layer, LayerCall
-from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
-from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED, reason_to_pass_over
-from hf_pyao.engine.torch_hooks.saved_tensor_hooks import pack_hook, push_hooks
+from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConflictError, warn
 
@@ -181,118 +179,81 @@ class SegmentLifecycle(Lifecycle):
         """
         if self._here.is_running_again:
             return None
-        layer = self._layers.get(module)
-        is_plain = layer is not None and not self.engine.policy.runs_again(layer.index)
-        if not self.length or is_plain:
-            return super().enter(
-                module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
-            )
-        if not module.training:
-            return super().enter(module, args, kwargs, is_compiling=is_compiling)
-        if not torch.is_grad_enabled():
-            return None
-        if layer is None or self._is_removed or not self.serves(module):
-            return None
-        reason = reason_to_pass_over()
-        if reason is not None:
-            is_others = reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1
-            if is_others and self._is_asked_for:
-                what = f"layer {layer.fqn!r} runs in a checkpoint"
-                raise ConflictError(
-                    OTHER_CHECKPOINTING.format(what=what, length=self.length),
-                    key="other-checkpointing",
-                )
-            self.engine.note_passed_over(reason)
-            return None
-        state = self._admission.admit(module, layer, args, kwargs, is_compiling=is_compiling)
-        if state is None:
-            super().enter(module, args, kwargs, is_compiling=is_compiling)
-            return None
-        if self.running.tokens:
-            self._warn_abandoned(self.running.tokens[-1].call.fqn, layer.fqn)
-            self.leave_all()
-        self._enter_segment(module, layer, args, kwargs, state)
-        return None
+        return super().enter(
+            module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
+        )
 
-    def _enter_segment(
+    def _pass_over(self, layer: Layer, reason: str) -> None:
+        is_others = reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1
+        if is_others and self.length and self._is_asked_for:
+            what = f"layer {layer.fqn!r} runs in a checkpoint"
+            raise ConflictError(
+                OTHER_CHECKPOINTING.format(what=what, length=self.length),
+                key="other-checkpointing",
+            )
+        super()._pass_over(layer, reason)
+
+    def _way_of(
         self,
         module: nn.Module,
         layer: Layer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        is_compiling: bool,
+    ) -> Way:
+        state = None
+        is_asked = self.length and self.engine.policy.runs_again(layer.index)
+        if is_asked and module.training:
+            state = self._admission.admit(module, layer, args, kwargs, is_compiling=is_compiling)
+        if state is None:
+            return super()._way_of(module, layer, args, kwargs, is_compiling=is_compiling)
+        return Way(
+            lambda: RUNS_AGAIN,
+            functools.partial(self._join, module=module, args=args, kwargs=kwargs, state=state),
+        )
+
+    def _join(
+        self,
+        call: LayerCall,
+        *,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         state: StateOfCall,
-    ) -> None:
-        call = None
-        try:
-            call = self.engine.forward_start(
-                layer,
-                is_last_run=self.running.count_run(layer),
-                shared=shared_inputs(args, kwargs),
-                frozen_shapes=self._frozen_shapes(module),
-                reason_not_traceable=lambda: RUNS_AGAIN,
-            )
-            devices = devices_of((args, kwargs))
-            segment = self._segment_for(call, args, kwargs, devices)
-            attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
-            hidden = None if segment.calls else hidden_states_of(args, kwargs)
-            recorded = record_call(
-                module,
-                layer.fqn,
-                args,
-                kwargs,
-                state,
-                hidden,
-                segment.made_by,
-                self._is_ours,
-                devices,
-            )
-            segment.add(call, recorded, attention)
-            hook = pack_hook(segment.pack, call)
-            self._here.entered = segment
-            self.running.enter(Token(module, call, hook, False))
-            push_hooks(hook, unpack)
-            if attention is not None:
-                self._here.attention = attention
-                attention.start()
-        except BaseException:
-            self.leave_all()
-            if call is not None:
-                self.engine.abort(call)
-            raise
+    ) -> Hooks:
+        """Put *call* into a segment; return what takes over what it saves."""
+        layer, here = call.layer, self._here
+        segment = self._segment_for(call, args, kwargs)
+        recorded = RecordedCall(
+            module, layer.fqn, args, kwargs, state, segment.stand_in_for, self._is_ours
+        )
+        here.attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
+        segment.add(call, recorded, here.attention)
+        here.entered = segment
+        if here.attention is not None:
+            here.attention.start()
+        return segment.pack, segment.unpack
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Note what *module*'s layer returns. *outputs* is None on failure."""
-        if self._here.is_running_again:
-            return
-        tokens = self.running.tokens
-        is_meant = bool(tokens) and tokens[-1].module is module
-        segment = self._here.entered if is_meant else None
-        attention = self._here.attention if is_meant else None
-        if attention is not None:
-            self._stop_attention()
-        if segment is None:
+        if not self._here.is_running_again:
             super().leave(module, outputs, is_checkpointed=is_checkpointed)
-            return
-        is_to_go_on = False
-        try:
-            if outputs is not None:
-                is_to_go_on = self._end_call(segment, module, outputs)
-        except BaseException:
-            self.leave_all()
-            raise
-        super().leave(module, outputs, is_checkpointed=is_checkpointed)
-        self._here.entered = None
-        if outputs is not None:
-            self._look_for_attention(attention)
-            self._here.segment = weakref.ref(segment) if is_to_go_on else None
 
-    def _end_call(self, segment: Segment, module: nn.Module, outputs: Any) -> bool:
-        """End the segment's newest call; say whether the segment may go on."""
+    def _layer_ends(self, module: nn.Module, outputs: Any) -> None:
+        here = self._here
+        segment, attention = here.entered, here.attention
+        self._stop_attention()
+        here.entered = here.segment = None
+        if segment is None:
+            return
         reason = segment.layer_ended(list(tensors_in(outputs)))
-        if not reason:
-            return segment.has_saved
-        self._admission.refuse_late(module, self._layers[module], reason, is_final=reason in FINAL)
-        return False
+        if reason:
+            is_final = reason in FINAL
+            self._admission.refuse_late(module, self._layers[module], reason, is_final=is_final)
+        elif segment.has_saved:
+            here.segment = weakref.ref(segment)
+        self._look_for_attention(attention)
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
@@ -334,11 +295,7 @@ class SegmentLifecycle(Lifecycle):
     # ---- segments ------------------------------------------------------------------------------
 
     def _segment_for(
-        self,
-        call: LayerCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        devices: tuple[torch.device, ...],
+        self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Segment:
         """Return the segment of *call*: the newest one, if it may go on; or a new one."""
         hidden = hidden_states_of(args, kwargs)
@@ -357,7 +314,6 @@ class SegmentLifecycle(Lifecycle):
             hidden,
             self._keeper,
             self.filled,
-            devices,
             self._running_again,
             is_nested=self.is_nested,
             check=self._second_runs.of_forward(call.tape.number),

@@ -35,7 +35,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,23 +47,18 @@ from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.second_run import (
     AllCollectedError,
     Collector,
-    FilledSegments,
-    Filler,
-    KeptParameter,
     Part,
     PlaceHolder,
-    Rehearsal,
     for_no_one,
 )
-from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
+from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall, SegmentInput
 from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
-from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.versions import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.transfer.graph_task import NO_TASK
+from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.layout import has_bytes, has_storage
 from hf_pyao.errors import SavedTensorModifiedError
 
@@ -73,6 +69,27 @@ FINAL = (CHANGES_INPUT, SAVES_NO_STORAGE, SAVES_UNDER_TRACING)
 """Reasons for which the next calls cannot run again either."""
 
 
+class FilledSegments:
+    """The segments that ran again and may hold tensors still."""
+
+    def __init__(self) -> None:
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self.num_runs = 0
+        """How often a segment filled place holders, or a layer of one that is nested."""
+
+    def add(self, segment: Segment) -> None:
+        """Count that *segment* runs again, and have the others forget what was used."""
+        self.num_runs += 1
+        for other in list(self._segments):
+            if other is not segment:
+                other.forget(is_used_only=True)
+        self._segments.add(segment)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget *segment*, which holds nothing any more."""
+        self._segments.discard(segment)
+
+
 class Segment:
     """Up to so many consecutive layer calls, from their forward to their backward.
 
@@ -81,7 +98,6 @@ class Segment:
         hidden: what that layer gets.
         keeper: keeps *hidden*, and what kernels of attention return.
         filled: knows the segments that hold tensors.
-        devices: accelerators whose random numbers its layers may draw.
         running: given the name of the first layer that runs again, returns what is entered
             meanwhile.
         is_nested: the tensors of one layer at a time are there; see [Note: One by one].
@@ -94,14 +110,13 @@ class Segment:
         hidden: Tensor,
         keeper: Keeper,
         filled: FilledSegments,
-        devices: Sequence[torch.device],
         running: Callable[[str], contextlib.AbstractContextManager[Any]],
         *,
         is_nested: bool = False,
         check: ForwardCheck | None = None,
     ) -> None:
-        self.check = check
-        self.lock = threading.RLock()  # see [Note: Threads] in engine/runtime/unpacking.py
+        self._check = check
+        self._lock = threading.RLock()  # see [Note: Threads] in engine/runtime/unpacking.py
         self.calls: list[RecordedCall] = []
         self.tape = first.tape
         self._first = first
@@ -109,10 +124,10 @@ class Segment:
         self._parts: list[Part] = []
         self._keeper = keeper
         self._filled = filled
-        self._devices = devices
         self._running = running
         self._is_nested = is_nested
         self._hidden: Tensor | None = hidden
+        """What its first layer gets, until that has saved something or ends."""
         self._hidden_version = version_of(hidden)
         self._requires_grad = hidden.requires_grad
         self._kept_hidden: Callable[[], Tensor | None] = lambda: None
@@ -128,7 +143,7 @@ class Segment:
         self._num_packed_before = 0
         """Place holders of the newest part that are not of the newest call."""
 
-    def name_of(self, part: Part) -> str:
+    def _name_of(self, part: Part) -> str:
         """Name the layers of *part*, for messages."""
         first, last = self.calls[part.start].name, self.calls[max(part.start, part.stop - 1)].name
         return f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
@@ -153,6 +168,12 @@ class Segment:
         self.calls.append(recorded)
         self._parts[-1].reach_to(len(self.calls))
 
+    def stand_in_for(self, tensor: Tensor) -> SegmentInput | MadeBefore | None:
+        """Return what stands for *tensor*, which its next call is given, if it is made here."""
+        if tensor is self._hidden and not self.calls:
+            return SegmentInput()
+        return self.made_by(tensor)
+
     def made_by(self, tensor: Tensor, *, last_only: bool = False) -> MadeBefore | None:
         """Return which of its layers returned *tensor*, if one did and it was not changed since."""
         for ref, version, made in reversed(self._made):
@@ -162,23 +183,22 @@ class Segment:
                 return made if version == version_of(tensor) else None
         return None
 
-    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | KeptParameter | StreamedTensor:
+    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | StreamedTensor:
         """Take over *tensor*, which autograd saves in it; its pack hook, but for the first."""
-        # The exact type first: isinstance(_, Parameter) runs Python code, and most are plain.
         if type(tensor) is not Tensor and isinstance(tensor, Parameter):
-            return KeptParameter(tensor, call.fqn)
+            return PlaceHolder(self._parts[-1], tensor)
         streamed = self._keeper.streamed(call, tensor)
         if streamed is not None:
             return streamed
         if not has_storage(tensor) or not has_bytes(tensor):
             self._reason = SAVES_UNDER_TRACING if has_storage(tensor) else SAVES_NO_STORAGE
-            return self._parts[-1].hold(self, tensor)
+            return self._parts[-1].hold(tensor)
         if self._hidden is not None:
             self._keep_input(self._hidden)
         if self._attention is not None:
             self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
         self._keeper.note_dropped(call, tensor)
-        return self._parts[-1].pack(self, call.fqn, tensor)
+        return self._parts[-1].pack(call.fqn, tensor, self._check)
 
     def _keep_input(self, hidden: Tensor) -> None:
         self._hidden = None
@@ -240,7 +260,7 @@ class Segment:
 
         Where layers run one by one, that is held, and may be given twice.
         """
-        needs = recorded.needs()
+        needs = recorded.needs
         return any(
             made in needs and (tensor := ref()) is not None and version_of(tensor) != version
             for ref, version, made in self._made
@@ -248,7 +268,34 @@ class Segment:
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def run_again(self, part: Part, task: int) -> None:
+    def unpack(self, saved: PlaceHolder | StreamedTensor) -> Tensor:
+        """Return the tensor that *saved* stands for; its unpack hook. Layers run again if need be.
+
+        Raises:
+            SavedTensorModifiedError: the tensor was changed in place.
+        """
+        if saved.give is not None:
+            return saved.give()
+        assert isinstance(saved, PlaceHolder)
+        task = current_graph_task()
+        with self._lock:
+            is_in_forward = saved.tensor is not None and saved.task == NO_TASK
+            if saved.tensor is None or saved.task not in (NO_TASK, task):
+                self._run_again(saved.part, task)
+            tensor = saved.use()
+            if task == NO_TASK and not is_in_forward:
+                self.forget(is_used_only=False)  # looked at outside of a backward pass
+        if version_of(tensor) != saved.version:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, in {self._name_of(saved.part)}. Use the out-of-place form of "
+                "the operation, and step the optimizer after backward. (It fails in the same way "
+                "without hf_pyao.)",
+                key="changed-before-second-run",
+            )
+        return tensor
+
+    def _run_again(self, part: Part, task: int) -> None:
         """Run its layers again, and fill the place holders of *part* for graph task *task*.
 
         Raises:
@@ -264,27 +311,29 @@ class Segment:
             each.forget(is_used_only=each is not part)
         self._filled.add(self)
         call = self._layer_calls[part.stop - 1]
-        with (
-            RandomState(self._devices).kept(),
-            self._running(self.calls[part.start].name),
-            torch.enable_grad(),
-        ):
+        with self._running(self.calls[part.start].name), torch.enable_grad():
             self._fill(part, task, call)
 
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
         made = self._inputs_of(part, call)
-        name, check = self.name_of(part), self.check
+        name, check = self._name_of(part), self._check
         streamed = functools.partial(self._keeper.streamed, call)
-        rehearsed: Sequence[Noted] = ()
-        if check is not None and check.runs_twice and may_be_unsteady(self._devices):
-            rehearsal = Rehearsal(name, part, streamed, check)
-            self._run_part(part, dict(made), rehearsal, call)
+        rehearsed: Mapping[int, Noted] = {}
+        devices = list(chain.from_iterable(each.devices for each in self.calls))
+        if check is not None and check.runs_twice and may_be_unsteady(devices):
+            rehearsal = Collector(name, part, streamed, None, check)
+            self._run_part(part, dict(made), rehearsal, call, {})
             rehearsed = rehearsal.noted
-        self._run_part(part, made, Filler(name, part, streamed, task, check, rehearsed), call)
+        self._run_part(part, made, Collector(name, part, streamed, task, check), call, rehearsed)
 
     def _run_part(
-        self, part: Part, made: dict[MadeBefore, Tensor], collector: Collector, call: LayerCall
+        self,
+        part: Part,
+        made: dict[MadeBefore, Tensor],
+        collector: Collector,
+        call: LayerCall,
+        rehearsed: Mapping[int, Noted],
     ) -> None:
         """Run the layers of *part*, which get *made*; *collector* gets what they save."""
         try:
@@ -295,7 +344,7 @@ class Segment:
         except AllCollectedError as end:
             if end.collector is not collector:
                 raise
-        collector.end()
+        collector.end(rehearsed)
 
     def _inputs_of(self, part: Part, call: LayerCall) -> dict[MadeBefore, Tensor]:
         """Return what layers before *part* made that it gets; they run again if that is gone.
@@ -331,7 +380,7 @@ class Segment:
 
     def _needs(self, start: int, stop: int) -> set[MadeBefore]:
         """Return what its calls from *start* to before *stop* get from others of them."""
-        return {made for recorded in self.calls[start:stop] for made in recorded.needs()}
+        return set().union(*(recorded.needs for recorded in self.calls[start:stop]))
 
     def _run_call(
         self,

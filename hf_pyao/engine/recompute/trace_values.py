@@ -99,30 +99,23 @@ class Value:
         "__weakref__",
         "device",
         "is_blocked",
-        "is_planned",
         "is_readable",
         "nbytes",
-        "output",
         "producer",
-        "rebuilt",
-        "slot",
         "source",
         "tensor",
-        "uses",
         "views",
     )
 
     def __init__(
         self,
         producer: Operation | None,
-        output: int,
         nbytes: int,
         device: torch.device,
         tensor: weakref.ref[torch.Tensor],
     ) -> None:
         self.producer = producer
         """What made it; None if that was not seen, or once it is stored."""
-        self.output = output
         self.nbytes = nbytes
         self.device = device
         self.tensor = tensor
@@ -136,23 +129,6 @@ class Value:
         """True if its bytes do not say what it holds (conjugate views)."""
         self.source: Source | None = None
         """Where replay finds it."""
-        self.is_planned = False
-        """True once a recipe rebuilds it."""
-        self.rebuilt: torch.UntypedStorage | None = None
-        self.uses = 0
-        """Operations still to be replayed that read it."""
-        self.slot: weakref.ref[Any] | None = None
-        """The saved storage that it is to autograd, if its own was dropped."""
-
-    @property
-    def is_saved(self) -> bool:
-        """True while autograd holds a handle on what it rebuilds."""
-        return self.slot is not None and self.slot() is not None
-
-    @property
-    def is_needed(self) -> bool:
-        """True while an operation still to be replayed reads it, or autograd may ask for it."""
-        return self.uses > 0 or self.is_saved
 
     def live_tensor(self) -> torch.Tensor | None:
         """Return a tensor on the storage; None if none is known that lives."""
@@ -186,39 +162,10 @@ class Value:
         """Record where replay finds it."""
         self.source = source
 
-    def is_slot(self, dropped: weakref.ref[Any]) -> None:
-        """Record the saved storage that it is to autograd."""
-        self.slot = dropped
-
     def is_stored_in(self, source: Source) -> None:
         """Record where replay finds it; how it was made does not matter any more."""
         self.source = source
         self.producer = None
-
-    def plan(self) -> None:
-        """Record that a recipe rebuilds it."""
-        self.is_planned = True
-
-    def count_use(self) -> None:
-        """Count an operation that will read it."""
-        self.uses += 1
-
-    def discount_use(self) -> None:
-        """Count off an operation that reads it now."""
-        self.uses -= 1
-
-    def rebuilt_as(self, storage: torch.UntypedStorage) -> None:
-        """Hold what was rebuilt."""
-        self.rebuilt = storage
-
-    def forget_rebuilt(self) -> None:
-        """Let go of what was rebuilt."""
-        self.rebuilt = None
-
-    def reset(self) -> None:
-        """Be as before the replay."""
-        self.uses = 0
-        self.rebuilt = None
 
 
 class Ref:
@@ -342,6 +289,6 @@ def hold(value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> N
 
 def unreadable(tensor: torch.Tensor) -> Value:
     """Return a value that cannot be had in backward: sparse and other tensors without strides."""
-    value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
+    value = Value(None, 0, tensor.device, weakref.ref(tensor))
     value.block(is_readable=False)
     return value

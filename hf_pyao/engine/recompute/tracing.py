@@ -72,7 +72,6 @@ class Trace(RemovableMode):
     ) -> None:
         super().__init__()
         self.values: dict[int, Value] = {}
-        self.operations: list[Operation] = []
         self.written: set[int] = set()
         """Storages that operations have changed; by key."""
         self.is_paused = False
@@ -102,7 +101,6 @@ class Trace(RemovableMode):
         values, self.values = self.values, {}
         for key in values:
             torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
-        self.operations = []
 
     def __del__(self) -> None:
         """Let go of the weak references on storages."""
@@ -146,11 +144,11 @@ class Trace(RemovableMode):
             # then does not take it (seen where zeros without memory are added to).
             args = (torch.tensor(args[0]), *args[1:])
         if not torch.is_grad_enabled() or (types and not _are_plain(types)):
-            return self._run_unseen(run, rule, args, kwargs)
+            return self._run_unreplayed(run, rule, args, kwargs, is_seen=False)
         if kind is Kind.VIEW:
             return self._note_view(run(*args, **kwargs))
         if kind is Kind.OPAQUE or kind is Kind.EMPTY:
-            return self._run_opaque(run, rule, args, kwargs)
+            return self._run_unreplayed(run, rule, args, kwargs, is_seen=True)
         operation = Operation(
             func,
             rule,
@@ -164,7 +162,6 @@ class Trace(RemovableMode):
         if rule.is_random:
             self._note_state(operation, args, kwargs)
         out = run(*args, **kwargs)
-        self.operations.append(operation)
         if rule.is_mutable:
             self._bind(operation, 0, out, is_changed=True)
         elif type(out) is torch.Tensor:
@@ -198,14 +195,8 @@ class Trace(RemovableMode):
             if not isinstance(item, torch.Tensor):
                 continue
             if index == 1 and operation.rule.has_mask:
-                operation = self._mask_of(operation)
+                operation = operation.mask_alone()  # it does not need its input
             self._bind(operation, index, item)
-
-    def _mask_of(self, dropout: Operation) -> Operation:
-        """Note an operation that stands for a dropout's mask, which does not need its input."""
-        mask = dropout.mask_alone()
-        self.operations.append(mask)
-        return mask
 
     def _bind(
         self, operation: Operation, index: int, tensor: torch.Tensor, is_changed: bool = False
@@ -223,7 +214,7 @@ class Trace(RemovableMode):
         # A complex view may be conjugated, which its bytes do not show.
         is_clear = not (tensor.dtype.is_complex or tensor._is_zerotensor())
         producer = operation if is_clear else None
-        value = Value(producer, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        value = Value(producer, storage.nbytes(), tensor.device, weakref.ref(tensor))
         if not is_clear:
             value.block(is_readable=tensor.dtype.is_complex)
         else:
@@ -246,7 +237,7 @@ class Trace(RemovableMode):
         base = tensor._base
         # The tensor may be a view made for this operation alone; its base lives longer.
         owner = tensor if base is None else base
-        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        value = Value(None, storage.nbytes(), tensor.device, weakref.ref(owner))
         self.values[cast(int, storage._weak_ref())] = value
         if not has_bytes(tensor):
             value.block(is_readable=False)
@@ -271,7 +262,7 @@ class Trace(RemovableMode):
             is_constant: its content is final, and no gradient leads through it.
         """
         storage = tensor.untyped_storage()
-        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        value = Value(None, storage.nbytes(), tensor.device, weakref.ref(tensor))
         self.values[cast(int, storage._weak_ref())] = value
         if not has_bytes(tensor):
             value.block(is_readable=False)
@@ -306,45 +297,40 @@ class Trace(RemovableMode):
         given = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
         operation.draws_from(generator_for(device, kwargs.get("generator") or given))
 
-    def _run_opaque(
-        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
+    def _run_unreplayed(
+        self,
+        run: Callable[..., Any],
+        rule: Rule,
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_seen: bool,
     ) -> Any:
-        """Run what cannot be replayed."""
-        changed = (args, kwargs) if rule.is_mutable else args[rule.unannotated]
-        self._keep_content(changed)
+        """Run what cannot be replayed.
+
+        *is_seen*: nothing else happens to its arguments meanwhile; see [Note: What is not seen].
+        """
+        is_changed = rule.is_mutable or rule.unannotated != NOTHING
+        may_copy = not rule.ends_later
+        touched = args[rule.unannotated] if is_seen and not rule.is_mutable else (args, kwargs)
+        if is_changed:
+            self._keep_content(touched)
         out = run(*args, **kwargs)
-        for tensor in _traceable(changed):
-            self._forget(tensor, is_changed=True, may_copy=not rule.ends_later)
+        for tensor in _traceable(touched):
+            self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
         is_empty = rule.kind is Kind.EMPTY
-        has_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        is_constant = not (is_empty or has_gradient or rule.ends_later)
+        is_constant = is_seen and not (is_empty or rule.ends_later)
+        if is_constant:
+            is_constant = not any(each.requires_grad for each in tensors_in((args, kwargs)))
         for tensor in _traceable(out):
             value = self.values.get(tensor.untyped_storage()._cdata)
             if value is None:
                 value = self._made(tensor, is_constant=is_constant)
-            if is_empty:
+            elif not is_seen:
+                value = self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
+            if is_seen and is_empty:
                 value.overwritten()  # by whom is not seen
             if rule.is_reinterpreting or tensor.dtype.is_complex:
-                value.block()
-        return out
-
-    def _run_unseen(
-        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an operation beside which something may happen that is not seen."""
-        is_changed = rule.is_mutable or rule.unannotated != NOTHING
-        if is_changed:
-            self._keep_content((args, kwargs))
-        out = run(*args, **kwargs)
-        may_copy = not rule.ends_later
-        for tensor in _traceable((args, kwargs)):
-            self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
-        for tensor in _traceable(out):
-            if tensor.untyped_storage()._cdata in self.values:
-                value = self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
-            else:  # what fills it may not be seen
-                value = self._made(tensor, is_constant=False)
-            if rule.is_reinterpreting:
                 value.block()
         return out
 
@@ -361,7 +347,7 @@ class Trace(RemovableMode):
         if type(source) is TensorSource and (source.is_parameter or not is_changed):
             return known
         owner = tensor if tensor._base is None else tensor._base
-        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        value = Value(None, storage.nbytes(), tensor.device, weakref.ref(owner))
         value.be_like(known)
         if is_changed:
             known.overwritten()

@@ -30,13 +30,12 @@ class AddedOnce:
     def __init__(self, added: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         self._added = list(added)
         self._handles: list[RemovableHandle] = []
-        self._is_over = False
         self.is_amiss = False
         """True if a gradient was touched otherwise, or backward did not come to it; at the end."""
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Put them aside inside of this context; an interrupt is raised when they are back."""
+        """Put them aside inside of this context."""
         try:
             for parameter, gradient in self._added:
                 placeholder = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
@@ -53,7 +52,6 @@ class AddedOnce:
                 self._put_back()
 
     def _put_back(self) -> None:
-        self._is_over = True
         for handle in self._handles:
             handle.remove()
         for parameter, gradient in self._added:
@@ -67,10 +65,9 @@ class AddedOnce:
         gradient: torch.Tensor,
         _: torch.Tensor,
     ) -> None:
-        if parameter.grad is not gradient and not self._is_over:
+        if parameter.grad is not gradient:
             self.is_amiss |= parameter.grad is not placeholder or bool(placeholder._version)
             parameter.grad = None
 
     def _after(self, gradient: torch.Tensor, parameter: nn.Parameter) -> None:
-        if not self._is_over:
-            parameter.grad = gradient
+        parameter.grad = gradient

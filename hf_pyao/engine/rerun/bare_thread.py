@@ -11,10 +11,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_pyao.engine.rerun.modes import without_function_modes
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 
 
@@ -26,8 +25,12 @@ def bare_thread() -> Iterator[None]:
     casts of real weights), ``no_grad`` and inference mode. The default device stays: what a forward
     makes lies there. So do settings of the whole process, such as the default dtype.
     """
+    device, num_modes = torch.get_default_device(), torch._C._len_torch_function_stack()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_function_modes(lambda mode: isinstance(mode, DeviceContext)))
+        for _ in range(num_modes):
+            stack.enter_context(_pop_mode_temporarily())
+        if num_modes:
+            stack.enter_context(device)
         stack.enter_context(_disable_current_modes())
         stack.enter_context(no_hooks())
         stack.enter_context(torch.inference_mode(False))

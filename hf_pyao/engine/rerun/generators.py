@@ -10,16 +10,20 @@ where other threads may draw (:func:`may_be_disturbed`), those of a second attac
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import pickle
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+_NUM_WORDS = 625
+"""Of numpy's default generator: 32 bits each, and which one comes next."""
 
 
 def may_be_disturbed() -> bool:
@@ -31,14 +35,10 @@ def may_be_disturbed() -> bool:
     main = threading.main_thread()
     if threading.active_count() == 1:
         return False
-    if threading.current_thread() is not main and not _is_of_torch():
+    here = threading.current_thread()
+    if here is not main and not isinstance(here, threading._DummyThread):  # torch's, for backward
         return True
     return any(not each.daemon and each is not main for each in threading.enumerate())
-
-
-def _is_of_torch() -> bool:
-    """Say whether the calling thread is one on which torch runs backward."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def accelerators_in(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
@@ -51,43 +51,25 @@ class RandomState:
 
     Args:
         devices: those whose generators count, beside the CPU's; a CPU among them changes nothing.
-        torch_only: leave out those of Python and numpy.
     """
 
-    def __init__(self, devices: Iterable[torch.device], *, torch_only: bool = False) -> None:
-        self._torch = torch.get_rng_state()
-        self._devices = [
-            (device, torch.get_device_module(device).get_rng_state(device))
-            for device in accelerators_in(devices)
-        ]
-        self._torch_only = torch_only
-        self._python = None if torch_only else random.getstate()
-        numpy = None if torch_only else _numpy_random()
-        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = accelerators_in(devices)
+        self._states = [get() for get, _ in _generators(self._devices)]
 
     def restore(self) -> None:
         """Put the generators back to where they were."""
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, device)
-        if self._python is not None:
-            random.setstate(self._python)
-        numpy = _numpy_random()
-        if numpy is not None and self._numpy is not None:
-            numpy.set_state(self._numpy)
+        # Numpy may have been imported since: it comes last.
+        for (_, put), state in zip(_generators(self._devices), self._states, strict=False):
+            put(state)
 
     def now(self) -> RandomState:
         """Return the states of the same generators at the moment."""
-        return RandomState([device for device, _ in self._devices], torch_only=self._torch_only)
+        return RandomState(self._devices)
 
     def is_equal(self, other: RandomState) -> bool:
         """Say whether *other*, of the same generators, has the same states."""
-        return (
-            torch.equal(self._torch, other._torch)
-            and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._devices, other._devices))  # noqa: B905
-            and self._python == other._python
-            and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
-        )
+        return list(map(_bytes_of, self._states)) == list(map(_bytes_of, other._states))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -98,45 +80,46 @@ class RandomState:
             self.restore()
 
 
-class RandomStates:
-    """The state of torch's random numbers before each of several calls, if any were drawn.
+def _generators(
+    devices: Iterable[torch.device],
+) -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Yield of each default generator what returns its state, and what sets it."""
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    for device in devices:
+        module = torch.get_device_module(device)
+        yield (
+            functools.partial(module.get_rng_state, device),
+            functools.partial(module.set_rng_state, device=device),
+        )
+    if "numpy.random" in sys.modules:
+        yield _numpy_state, _set_numpy_state
 
-    Those of Python and numpy are left out: no function that draws from them runs in tiles.
 
-    Args:
-        tensor: what the calls are of; its device has the generator.
+def _numpy_state() -> Any:
+    """Return the state of numpy's default generator; it is read anew only where it has changed.
+
+    Numpy takes as long for it as for a layer's kernels. Its words, and which comes next, tell of
+    each draw but that of a second normal number, which is there from the first one.
     """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._devices = [tensor.device]
-        self._has_values = not isinstance(tensor, FakeTensor)  # fake tensors draw nothing
-        self._states: list[RandomState] = []
-
-    def note(self) -> None:
-        """Note the state; before each call, and after the last one."""
-        if self._has_values:
-            self._states.append(RandomState(self._devices, torch_only=True))
-
-    def forget_if_unchanged(self) -> None:
-        """Drop the states if nothing was drawn since the first."""
-        if self._states and self._states[0].is_equal(self._states[-1]):
-            self._states = []
-
-    def set(self, index: int) -> None:
-        """Make the state what it was before call *index*."""
-        if self._states:
-            self._states[index].restore()
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put the state at the end back to that at the beginning, if states are set inside."""
-        if not self._states:
-            yield
-            return
-        with self._states[0].now().kept():
-            yield
+    numpy = sys.modules["numpy.random"]
+    generator = numpy.get_bit_generator()
+    if type(generator) is not numpy.MT19937:
+        return numpy.get_state(legacy=False)
+    words = ctypes.string_at(generator.ctypes.state_address, _NUM_WORDS * 4)
+    state = _numpy_state_with(words)
+    return numpy.get_state(legacy=False) if state["has_gauss"] else state
 
 
-def _numpy_random() -> Any:
-    """Return numpy's module of random numbers, if anyone has imported it."""
-    return sys.modules.get("numpy.random")
+@functools.lru_cache(maxsize=1)
+def _numpy_state_with(_: bytes) -> Any:
+    return sys.modules["numpy.random"].get_state(legacy=False)
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not _numpy_state():
+        sys.modules["numpy.random"].set_state(state)
+
+
+def _bytes_of(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)

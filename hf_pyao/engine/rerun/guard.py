@@ -27,7 +27,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -51,42 +51,49 @@ _COUNTED = operator.itemgetter(
 )
 _HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
+Place = tuple[int, str]
+"""The number of a module, and the name of an attribute of it."""
 
 
 class Look(NamedTuple):
-    """What modules hold at a moment."""
+    """What modules hold at a moment.
+
+    Attributes:
+        attributes: a copy of each module's dictionary.
+        facts: what containers, objects and arrays hold, by number of the module and attribute.
+        tensors: those in attributes and in what these hold, other than parameters and buffers.
+        versions: of these tensors, at that moment.
+        unsteady: generators and iterators, and the places of the attributes that they are in.
+        counts: how many hooks, sub-modules and parameters each module has; which hooks parameters
+            have.
+    """
 
     attributes: list[dict[str, Any]]
-    """A copy of each module's dictionary."""
-    facts: list[Any]
-    """What containers, objects and arrays in attributes hold."""
+    facts: dict[Place, list[Any]]
     tensors: list[Tensor]
-    """Those in attributes and in what these hold, other than parameters and buffers."""
     versions: list[int]
-    """Of these tensors, at that moment."""
-    unsteady: list[Any]
-    """Generators and iterators."""
+    unsteady: list[tuple[Place, Any]]
     counts: list[Any]
-    """How many hooks, sub-modules and parameters each module has; which hooks parameters have."""
 
     def reason_unsteady(self, names: Callable[[], Sequence[str]]) -> str:
         """Say why nothing may run again that holds this, whatever it does; or return nothing."""
-        if not self.unsteady:
-            return ""
-        name = _holder(self, names, lambda value: value.unsteady)
-        return f"{name} holds a {type(self.unsteady[0]).__name__}, which cannot be put back"
+        for place, value in self.unsteady:
+            kind = type(value).__name__
+            return f"{path_of(names, *place)} holds a {kind}, which cannot be put back"
+        return ""
 
 
 def look_at(modules: Iterable[dict[str, Any]]) -> Look:
     """Return what modules with these dictionaries hold at the moment."""
-    found = Look(list(map(dict.copy, modules)), [], [], [], [], [])
-    holders: dict[int, Any] = {}
-    for each in found.attributes:
+    found = Look(list(map(dict.copy, modules)), {}, [], [], [], [])
+    seen: set[int] = set()
+    for at, each in enumerate(found.attributes):
         for key, value in islice(each.items(), _NUM_OF_TORCH, None):
             kind = kind_of(type(value))
             if kind is not None and key != "forward" and not key.startswith("_pyao_"):
-                holders[id(value)] = value
-    _read(holders.values(), found, num_levels=2)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    _read([value], found, (at, key), num_levels=2)
     found.versions.extend(map(version_of, found.tensors))
     found.counts.extend(map(len, chain.from_iterable(map(_COUNTED, found.attributes))))
     for each in found.attributes:
@@ -105,39 +112,19 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]]) -> str:
         names: returns the names of these modules, for messages.
     """
     if not have_same(before.attributes, now.attributes):
-        for at, key, old, new in _changed(before, now):
-            if not (_is_same(old, new) or are_ours(key, old, new)):
-                return path_of(names, at, key)
-    if not _are_same(before.facts, now.facts):
-        gone = {id(each) for each in before.facts} ^ {id(each) for each in now.facts}
-        return f"what {_holder(now, names, lambda value: gone & set(map(id, value.facts)))} holds"
+        for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
+            for key in dict.fromkeys((*then, *after)):
+                old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
+                if not (_is_same(old, new) or key == "training" or are_ours(key, old, new)):
+                    return path_of(names, at, key)
+    for place, facts in before.facts.items():
+        if not _are_same(facts, now.facts.get(place, [])):
+            return f"what {path_of(names, *place)} holds"
     if before.counts != now.counts:
         return "hooks on its modules or parameters, or which of these it has"
     if list(map(version_of, before.tensors)) != before.versions:
         return "a tensor that it holds, in place"
     return ""
-
-
-def _changed(before: Look, now: Look) -> Iterator[tuple[int, str, Any, Any]]:
-    """Yield which attributes hold another object: number of the module, name, old and new."""
-    for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
-        for key in dict.fromkeys((*then, *after)):
-            old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
-            if old is not new and key != "training":
-                yield at, key, old, new
-
-
-def _holder(
-    look: Look, names: Callable[[], Sequence[str]], is_meant: Callable[[Look], object]
-) -> str:
-    """Name the attribute of which the look at its value alone *is_meant*."""
-    for at, attributes in enumerate(look.attributes):
-        for key, value in islice(attributes.items(), _NUM_OF_TORCH, None):
-            found = Look([], [], [], [], [], [])
-            _read([value], found, num_levels=2)
-            if is_meant(found):
-                return path_of(names, at, key)
-    return "a container or an object"
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -159,15 +146,10 @@ def have_same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
     return list(map(len, before)) == list(map(len, now)) and all(map(operator.is_, one, other))
 
 
-def is_ours(value: Any) -> bool:
-    """Say whether *value* is something that this package has put on a module."""
-    of = getattr(value, "__module__", None) or type(value).__module__
-    return isinstance(of, str) and of.startswith("hf_pyao.")
-
-
 def are_ours(key: str, *values: Any) -> bool:
-    """Say whether an attribute *key* that holds one of *values* is this package's."""
-    return key.startswith("_pyao_") or any(map(is_ours, values))
+    """Say whether this package has put an attribute *key*, or one of its *values*, on a module."""
+    homes = (getattr(value, "__module__", None) or type(value).__module__ for value in values)
+    return key.startswith("_pyao_") or any(str(home).startswith("hf_pyao.") for home in homes)
 
 
 def path_of(names: Callable[[], Sequence[str]], at: int, key: str) -> str:
@@ -178,23 +160,25 @@ def path_of(names: Callable[[], Sequence[str]], at: int, key: str) -> str:
 # ---- what is in a value --------------------------------------------------------------------------
 
 
-def _read(values: Iterable[Any], found: Look, *, num_levels: int) -> None:
+def _read(values: Iterable[Any], found: Look, place: Place, *, num_levels: int) -> None:
     """Add to *found* what is in *values*, and in what that holds if these are containers."""
     for value in values:
         kind = kind_of(type(value))
         if kind is _TENSOR:
             found.tensors.append(value)
         elif kind is _UNSTEADY:
-            found.unsteady.append(value)
+            found.unsteady.append((place, value))
         elif kind is _ARRAY:
-            found.facts.append(_bytes_of(value))
+            found.facts.setdefault(place, []).append(_bytes_of(value))
         elif kind is not None and num_levels:
             items = list(kind(value))
-            found.facts.append(len(items))
+            facts = found.facts.setdefault(place, [])
+            facts.append(len(items))
             if len(items) <= _MOST_ITEMS:
-                found.facts.extend(items)
+                facts.extend(items)
                 inside = [each for each in items if kind_of(type(each)) is not None]
-                _read(inside, found, num_levels=num_levels - 1 if kind in _OF_CONTAINERS else 0)
+                levels = num_levels - 1 if kind in _OF_CONTAINERS else 0
+                _read(inside, found, place, num_levels=levels)
 
 
 def _in_object(value: Any) -> Iterable[Any]:

@@ -8,8 +8,8 @@ at its end.
 - A gradient that was not changed stays. If another tensor has replaced it, it is put back.
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
-- Attributes of modules and buffers are put back (``held_state``). Where a container, an object, an
-  array or hooks have changed, or an attribute holds a generator, the micro-batch cannot be undone.
+- Attributes of modules and buffers are put back (``module_state``). Where a container, an object,
+  an array or hooks have changed, or an attribute holds a generator, nothing can be undone.
 - Buffers and tensors in attributes, up to 1 MiB each, are copied before each micro-batch, and put
   back. A larger one that was written cannot be put back.
 - The default random generators are put back.
@@ -29,25 +29,10 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
-from hf_pyao.engine.rerun.held_state import HeldState
-from hf_pyao.engine.rerun.module_state import ModuleState, is_small
-from hf_pyao.engine.rerun.versions import version_of, versions_of
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.transfer.layout import has_storage
 
 _GRADIENT = operator.attrgetter("grad")
-
-
-class ModelTensors:
-    """Knows what of a model micro-batches may change.
-
-    Args:
-        model: held weakly.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.state = ModuleState([model], "the model")
-        self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
-        """Those that the model is on, the CPU apart."""
 
 
 class MicroBatchState:
@@ -56,41 +41,41 @@ class MicroBatchState:
     One is made before every micro-batch, so making it must be quick.
 
     Args:
-        tensors: the model's.
+        model: what is known of the model's modules.
+
+    Attributes:
+        devices: those that the model is on, the CPU apart.
+        parameters: the model's, as leaves of graphs.
+        added: parameters to whose gradients backward has added, and those; known by
+            :meth:`reason_not_undone`.
+        has_written: True if any gradient was written; known likewise.
     """
 
-    def __init__(self, tensors: ModelTensors) -> None:
-        self._tensors = tensors
-        self._random = RandomState(tensors.devices)
-        self._held = HeldState(tensors.state)
-        self._copies = [
-            (each, version_of(each), each.detach().clone() if is_small(each) else None)
-            for each in self._held.tensors
-        ]
-        self._all_parameters = self._held.parameters
-        self._versions = versions_of(self._all_parameters)
-        self._parameters = [each for each in self._all_parameters if each.is_leaf]
+    def __init__(self, model: ModuleState) -> None:
+        self._model = model
+        self._state = StateOfCall(model, clones_all=True)
+        parameters = self._state.parameters
+        self.devices = accelerators_in(each.device for each in parameters)
+        self._random = RandomState(self.devices)
+        self.parameters = [each for each in parameters if each.is_leaf]
         # Weakly: a gradient that is deleted meanwhile frees its memory.
         self._gradients = [
             None if each.grad is None else (weakref.ref(each.grad), each.grad._version)
-            for each in self._parameters
+            for each in self.parameters
         ]
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
-        """Parameters to whose gradients backward has added, and those; known by
-        :meth:`reason_not_undone`."""
         self.has_written = False
-        """True if any gradient was written; known likewise."""
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Hold the gradients meanwhile, and let the parameters have none."""
-        gradients = list(map(_GRADIENT, self._parameters))
+        gradients = list(map(_GRADIENT, self.parameters))
         try:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
             yield
         finally:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     # ---- undoing it ----------------------------------------------------------------------------
@@ -103,22 +88,19 @@ class MicroBatchState:
             in_backward: whether it has failed in a backward.
         """
         self.added.clear()
-        if versions_of(self._all_parameters) != self._versions:
-            return "parameters were changed in it, as by an optimizer that steps in backward"
-        for parameter, noted in zip(self._parameters, self._gradients, strict=True):
+        if reason := self._state.reason_not_undone():
+            return reason
+        for parameter, noted in zip(self.parameters, self._gradients, strict=True):
             if after_backward and has_hooks(parameter):
                 return "hooks on parameters take up the gradients as they come"
             reason = self._look_at_gradient(parameter, noted, in_backward=in_backward)
             if reason:
                 return reason
-        if after_backward and any(map(has_hooks, self._tensors.state.modules())):
+        if after_backward and any(map(has_hooks, self._model.modules())):
             return "hooks on modules run in backward, and may step an optimizer"
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        for tensor, version, copy in self._copies:
-            if copy is None and version_of(tensor) != version:
-                return f"{self._held.name_of(tensor)} was changed in place, and has no copy"
-        return self._held.reason_not_undone()
+        return ""
 
     def _look_at_gradient(
         self,
@@ -145,27 +127,18 @@ class MicroBatchState:
 
     def _share_storages(self) -> bool:
         """Say whether gradients lie in one storage, and so have one version together."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         plain = [gradient for gradient in gradients if has_storage(gradient)]
         storages = {g.untyped_storage()._cdata for g in plain if type(g) is torch.Tensor}
         return len(storages) != len(plain)
 
-    @property
-    def known_ids(self) -> set[int]:
-        """The ids of the parameters."""
-        return {id(parameter) for parameter in self._parameters}
-
     def undo(self) -> None:
         """Put back gradients, the state of modules and random numbers, as far as possible."""
-        for parameter, noted in zip(self._parameters, self._gradients, strict=True):
+        for parameter, noted in zip(self.parameters, self._gradients, strict=True):
             before = None if noted is None else noted[0]()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
-        self._held.undo()
-        with torch.no_grad():
-            for tensor, _, copy in self._copies:
-                if copy is not None and not torch.equal(tensor, copy):
-                    tensor.copy_(copy)
+        self._state.undo()
         self._random.restore()
 
 

@@ -21,16 +21,6 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 """How one is asked for, and how it is set."""
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), (
-        torch._C._get_deterministic_algorithms_warn_only()
-    )
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 @functools.cache
 def _let_torch_warn() -> None:
     """Ask for the older setting of TF32 once with no one listening.
@@ -83,7 +73,7 @@ _SAME_NAMES = (
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 _SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, torch.set_num_threads),
     (_matmul_precision, _set_matmul_precision),
     *_of_torch(*((name, name) for name in _SAME_NAMES)),

@@ -45,7 +45,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put them back inside of this context. Random states stay as they are left in it.
+        """Put them back inside of this context.
 
         Raises:
             RecomputationError: a mode of another package is on.
@@ -59,10 +59,11 @@ class Surroundings:
             for kind, is_on, dtype, keeps in (each for each in self._autocast if each not in now):
                 autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=keeps)
                 stack.enter_context(autocast)
+            if self._random is not None:
+                stack.enter_context(self._random.now().kept())
+                self._random.restore()
             try:
                 apply_settings(settings, self._settings)
-                if self._random is not None:
-                    self._random.restore()
                 yield
             finally:
                 apply_settings(current_settings(), settings)

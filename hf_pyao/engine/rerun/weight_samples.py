@@ -20,39 +20,25 @@ _NUM_ELEMENTS = 64
 _PLAIN = frozenset({Tensor, Parameter})
 
 
-class WeightSamples:
-    """Takes samples of weights. Views of them are made once, and again when weights have moved.
+def samples_of(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return elements of *weights*, as they are now; empty if there is no room for them."""
+    plain = (each for each in weights if type(each) in _PLAIN and has_storage(each))
+    try:
+        with torch.no_grad():
+            return [_view_of(each).clone() for each in plain if _fills_its_bytes(each)]
+    except (RuntimeError, NotImplementedError):  # no memory, or weights without bytes
+        return []
 
-    They are views of the bytes, and hold them as long as the weights do.
-    """
 
-    def __init__(self) -> None:
-        self._addresses: list[int] = []
-        self._views: list[Tensor] = []
-
-    def take(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return elements of *parameters*, as they are now; empty if there is no room for them."""
-        try:
-            plain = [each for each in parameters if type(each) in _PLAIN and has_storage(each)]
-            addresses = [each.data_ptr() for each in plain]
-            if addresses != self._addresses:
-                self._addresses = addresses
-                self._views = [_view_of(each) for each in plain if _fills_its_bytes(each)]
-            with torch.no_grad():
-                return [view.clone() for view in self._views]
-        except (RuntimeError, NotImplementedError):  # no memory, or weights without bytes
-            self._addresses, self._views = [], []
-            return []
-
-    def have_changed(self, parameters: Sequence[Tensor], before: list[Tensor]) -> bool:
-        """Say whether *parameters* hold something else than :meth:`take` returned."""
-        now = self.take(parameters)
-        if len(now) != len(before):
-            return False  # it cannot be told
-        return not all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(now, before, strict=True)
-        )
+def have_changed(weights: Sequence[Tensor], before: list[Tensor]) -> bool:
+    """Say whether *weights* hold something else than when :func:`samples_of` returned *before*."""
+    now = samples_of(weights)
+    if len(now) != len(before):
+        return False  # it cannot be told
+    return not all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(now, before, strict=True)
+    )
 
 
 def _fills_its_bytes(tensor: Tensor) -> bool:
@@ -62,6 +48,6 @@ def _fills_its_bytes(tensor: Tensor) -> bool:
     return span == tensor.numel() > 0
 
 
-def _view_of(parameter: Tensor) -> Tensor:
-    step = max(1, parameter.numel() // _NUM_ELEMENTS)
-    return parameter.detach().as_strided((parameter.numel(),), (1,))[::step]
+def _view_of(weight: Tensor) -> Tensor:
+    step = max(1, weight.numel() // _NUM_ELEMENTS)
+    return weight.detach().as_strided((weight.numel(),), (1,))[::step]

@@ -343,10 +343,7 @@ class OffloadEngine:
         """End what goes on in *call*; it may be called again, also where it was interrupted."""
         recomputation = call.recomputation
         if recomputation is not None:
-            recomputation.stop()  # first: it sees every operation of this thread
-            if self.observer is not None and recomputation.is_traced:
-                self.observer.on_trace(call.fqn, recomputation)
-            recomputation.close()
+            recomputation.close()  # first: it sees every operation of this thread
         call.close()
 
     # ---- ends ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ from hf_pyao.engine.runtime.model_hooks import (
 from hf_pyao.engine.runtime.parameters import FrozenShapes
 from hf_pyao.engine.runtime.running import Running, Token
 from hf_pyao.engine.runtime.sharding import NoSharding, Sharding
-from hf_pyao.engine.runtime.tape import Layer
+from hf_pyao.engine.runtime.tape import Layer, LayerCall
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import (
@@ -75,6 +75,18 @@ COMPILED = "compiled code"
 
 def do_nothing() -> None:
     """Do nothing before a forward."""
+
+
+Hooks = tuple[Callable[[LayerCall, torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What takes over a tensor that a layer call saves, and what gives it back."""
+
+
+class Way(NamedTuple):
+    """How a layer call is served."""
+
+    reason_not_traceable: Callable[[], str | None]
+    """Says why its operations cannot be seen."""
+    hooks_for: Callable[[LayerCall], Hooks]
 
 
 class Lifecycle:
@@ -267,7 +279,7 @@ class Lifecycle:
         tokens = self.running.tokens
         reason = reason_to_pass_over()
         if reason is not None:
-            self.engine.note_passed_over(reason)
+            self._pass_over(layer, reason)
             return None
         if tokens:
             if tokens[-1].is_checkpointed and tokens[-1].module is module:
@@ -275,25 +287,48 @@ class Lifecycle:
             self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
         call = None
+        way = self._way_of(module, layer, args, kwargs, is_compiling=is_compiling)
         try:
             call = self.engine.forward_start(
                 layer,
                 is_last_run=self.running.count_run(layer),
                 shared=shared_inputs(args, kwargs),
                 frozen_shapes=self._frozen_shapes(module),
-                reason_not_traceable=lambda: self._reason_not_traceable(module, is_compiling),
+                reason_not_traceable=way.reason_not_traceable,
                 is_compiled=is_compiling,  # see [Note: Compiled code]
             )
-            pack_tensor = self._pack_uncompiled if is_compiling else self.engine.pack_of(call)
+            pack_tensor, unpack = way.hooks_for(call)
             pack = pack_hook(pack_tensor, call)
             tokens.append(Token(module, call, pack, is_checkpointed))
-            push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack_hook)
+            push_hooks(pack, unpack)
         except BaseException:
             self.leave_all()
             if call is not None:
                 self.engine.abort(call)
             raise
         return None
+
+    def _pass_over(self, layer: Layer, reason: str) -> None:
+        """Leave the hooks off in a call of *layer*."""
+        self.engine.note_passed_over(reason)
+
+    def _way_of(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_compiling: bool,
+    ) -> Way:
+        """Return in which way a call of *layer* is served, which begins."""
+
+        def hooks_for(call: LayerCall) -> Hooks:
+            if is_compiling:
+                return self._pack_uncompiled, self._unpack_uncompiled
+            return self.engine.pack_of(call), self.engine.unpack_hook
+
+        return Way(lambda: self._reason_not_traceable(module, is_compiling), hooks_for)
 
     def serves(self, module: nn.Module, *, begins: bool = False) -> bool:
         """Say whether the calling thread is served; another one's micro-batch may be under way.
@@ -342,6 +377,7 @@ class Lifecycle:
                 explain_failure(sys.exc_info()[1], token.call.fqn)
                 self.leave_all()
             else:
+                self._layer_ends(module, outputs)
                 pop_hooks(token.pack, token.call.fqn)
                 self.engine.forward_end(token.call, list(tensors_in(outputs)))
                 tokens.pop()
@@ -350,6 +386,9 @@ class Lifecycle:
         except BaseException:
             self.leave_all()
             raise
+
+    def _layer_ends(self, module: nn.Module, outputs: Any) -> None:
+        """Hear what *module*'s layer returns, before its hooks are switched off."""
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward of this thread left behind."""

@@ -70,9 +70,6 @@ class Observer:
             ticket: stands for the copy; the transport's ``span_of`` tells when it ran.
         """
 
-    def on_trace(self, layer: str, recomputation: Any) -> None:
-        """Hear that a layer call was traced, before the trace is forgotten."""
-
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Hear that a micro-batch's backward is over, and what it came to."""
 
@@ -120,11 +117,6 @@ class Observers(Observer):
         """Tell each."""
         for observer in self.observers:
             observer.on_copy(direction, label, nbytes, ticket)
-
-    def on_trace(self, layer: str, recomputation: Any) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_trace(layer, recomputation)
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Tell each."""

@@ -104,12 +104,11 @@ class Recomputation(Protocol):
         """Record that *storage* is available in backward: *source* reads it."""
         ...
 
-    def stop(self) -> None:
-        """See no more. It may be called again, also where it was interrupted."""
-        ...
-
     def close(self) -> None:
-        """Forget all but what recipes need."""
+        """See no more, and forget all but what recipes need.
+
+        It may be called again, also where it was interrupted.
+        """
         ...
 
     def is_live(self) -> bool:

@@ -83,10 +83,6 @@ class Running:
         """Note that the last layer has ended, or that the forward failed."""
         self._is_in_forward = False
 
-    def enter(self, token: Token) -> None:
-        """Enter another layer."""
-        self._tokens.append(token)
-
     def begin_forward(self, num_packs: int) -> bool:
         """Note that a forward begins; say whether anything was packed since the one before."""
         self._runs_before, self._runs = self._runs, {}

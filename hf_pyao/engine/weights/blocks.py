@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_pyao.engine.rerun.weight_samples import WeightSamples
+from hf_pyao.engine.rerun.weight_samples import have_changed, samples_of
 from hf_pyao.engine.transfer.layout import has_storage, view_of_storage
 from hf_pyao.engine.weights.converted import ITEMSIZE, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
@@ -226,7 +226,6 @@ class Block:
             self.weights, end = _places_in_slot(index, parts, converted)
         self.nbytes = end
         """Bytes that it takes of a slot."""
-        self._samples = WeightSamples()
         self._by_offset = sorted(self.weights, key=lambda weight: weight.offset)
         self._offsets = [weight.offset for weight in self._by_offset]
         self._seen: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
@@ -282,7 +281,7 @@ class Block:
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
-        samples = [] if self.masters.in_file is not None else self._samples.take(tensors)
+        samples = [] if self.masters.in_file is not None else samples_of(tensors)
         self._seen = (_marks(tensors), samples)
 
     def follow_changes(self) -> None:
@@ -300,7 +299,7 @@ class Block:
             return True
         if self.masters.in_file is not None:
             return self.masters.in_file.was_written()
-        return self._samples.have_changed(self._on_host(), self._seen[1])
+        return have_changed(self._on_host(), self._seen[1])
 
     def has_new_marks(self) -> bool:
         """Say whether versions or addresses have changed since :meth:`note_content`."""

@@ -18,7 +18,8 @@ from torch import nn
 from hf_pyao.attachment import attach
 from hf_pyao.auto.recording.model_copy import loss_of
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors, has_hooks
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, has_hooks
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.fake_cuda.quiet import quiet
 
@@ -124,7 +125,7 @@ def check_undoable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if has_hooks(module):
             raise _cannot_try(f"module {name!r} has a hook that runs in backward")
-    if unknown := ModelTensors(model).state.now().reason_unknown():
+    if unknown := StateOfCall(ModuleState([model], "the model")).reason_unknown():
         raise _cannot_try(unknown)
 
 
@@ -144,7 +145,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Raises:
         ConflictError: at the end: something was changed that cannot be put back.
     """
-    state = MicroBatchState(ModelTensors(model))
+    state = MicroBatchState(ModuleState([model], "the model"))
     with state.without_gradients():
         try:
             yield

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.engine.recompute.verification import ForwardCheck
-from hf_pyao.engine.rerun.generators import RandomStates
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
@@ -47,7 +47,7 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], StateOfCall] = ModuleState((), "a function in tiles").now
+    state: Callable[[], StateOfCall] = lambda: StateOfCall(ModuleState((), "a function in tiles"))
     """Returns what else the function depends on: training mode is put back in backward, and the
     rest must be as it was."""
     ending: Ending = field(default_factory=Ending)
@@ -134,11 +134,11 @@ class _RunTiles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.saved, ctx.call, ctx.versions = saved, call, versions
         ctx.state = call.state()
-        ctx.surroundings = Surroundings([inputs[0].device], with_random=False)
-        ctx.states = RandomStates(inputs[0])
+        has_values = not isinstance(inputs[0], FakeTensor)  # fake tensors draw nothing
+        ctx.surroundings = Surroundings([inputs[0].device], with_random=has_values)
         ctx.noted = []
         try:
-            return _run_forward(call, ctx.states, inputs, ctx.noted)
+            return _run_forward(call, inputs, ctx.noted)
         finally:
             if ctx.surroundings.is_cast:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
@@ -173,7 +173,7 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
     call: TiledCall = ctx.call
-    with ctx.states.kept(), ctx.surroundings.put_back(), ctx.state.put_back():
+    with ctx.surroundings.put_back(), ctx.state.put_back():
         weights = list(call.weights())
         if versions_of(weights) != ctx.versions:
             raise SavedTensorModifiedError(
@@ -183,21 +183,18 @@ def _run_backward(
                 key="changed-before-second-run",
             )
         trained = [weight for weight in weights if weight.requires_grad]
-        backward = _Backward(call, inputs, trained, needs, ctx.states, ctx.noted)
+        backward = _Backward(call, inputs, trained, needs, ctx.noted)
         with NoTensorHooks(trained), no_hooks(), torch.enable_grad():
             backward.run(grad_output)
     return backward.results()
 
 
-def _run_forward(
-    call: TiledCall, states: RandomStates, inputs: Sequence[Tensor], noted: list[Any]
-) -> Tensor:
+def _run_forward(call: TiledCall, inputs: Sequence[Tensor], noted: list[Any]) -> Tensor:
     """Return the function's output, of all tokens; *noted* gets what the call's check notes."""
     lead = inputs[0].shape[:-1]
     rows = [rows_of(tensor) for tensor in inputs]
     whole: Tensor | None = None  # no view: what comes next may write to it
     for start, stop in call.plan.slices():
-        states.note()
         tile = rows_of(_output_of(call, [tile_of(each, start, stop, len(lead)) for each in rows]))
         if whole is None:
             whole = tile.new_empty(*lead, tile.shape[-1])
@@ -205,8 +202,6 @@ def _run_forward(
         if call.check is not None:
             noted.append(call.check.note(call.name, tile))
         del tile
-    states.note()
-    states.forget_if_unchanged()
     assert whole is not None
     return whole
 
@@ -230,11 +225,9 @@ class _Backward:
         inputs: Sequence[Tensor],
         trained: Sequence[Tensor],
         needs: Sequence[bool],
-        states: RandomStates,
         noted: Sequence[Any],
     ) -> None:
         self._call = call
-        self._states = states
         self._noted = noted
         # Outputs that are compared must be there: no product is left out.
         self._ending = call.ending if call.check is None else Ending()
@@ -257,7 +250,6 @@ class _Backward:
         rows = [rows_of(tensor.detach()) for tensor in self._inputs]
         grad_rows = rows_of(grad_output)
         for index, (start, stop) in enumerate(self._call.plan.slices()):
-            self._states.set(index)
             self._run_tile(index, rows, grad_rows, start, stop)
 
     def _run_tile(

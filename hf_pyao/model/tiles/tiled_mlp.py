@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.generators import may_be_disturbed
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
-from hf_pyao.engine.rerun.module_state import ModuleState
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import warn
@@ -188,7 +188,7 @@ class TiledMLP(Part):
             function=function,
             weights=partial(weights_of, parts),
             plan=plan,
-            state=self._state_of(parts).now,
+            state=partial(StateOfCall, self._state_of(parts)),
             is_compiled=self._is_compiled,
             ending=self._ending,
             name=self._path,

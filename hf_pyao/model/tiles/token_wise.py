@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_pyao.engine.rerun.bare_thread import bare_thread
 from hf_pyao.engine.rerun.generators import RandomState
-from hf_pyao.engine.rerun.held_state import HeldState
-from hf_pyao.engine.rerun.module_state import ModuleState
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.model.tiles.row_rules import (
     NUMBERS_OF_SIZES,
@@ -244,7 +243,7 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     fake = next((weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)), None)
     fake_mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
     state = ModuleState(modules, "")
-    before, random = HeldState(state), RandomState(())
+    before, random = StateOfCall(state), RandomState(())
     with ExitStack() as stack:
         stack.enter_context(bare_thread())
         stack.callback(before.undo)
@@ -259,11 +258,11 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                     # Sharded parameters are left to the engine that has sharded them.
                     stack.callback(module._parameters.__setitem__, name, weight)
                     module._parameters[name] = whole  # type: ignore[assignment]
-        as_run = HeldState(state)
+        as_run = StateOfCall(state)
         yield fake_mode
         changed = as_run.first_change()
         has_drawn = not random.is_equal(random.now())
-    if unsteady := before.reason_unsteady():
+    if unsteady := before.reason_unknown():
         raise NotTokenWise(unsteady)
     if changed:
         raise NotTokenWise(f"it changes its attribute {changed}, which is a state")

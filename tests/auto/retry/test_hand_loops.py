@@ -12,12 +12,6 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.recompute.verification import (
-    SEGMENT,
-    FarEnoughError,
-    SecondRunCheck,
-    SecondRuns,
-)
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
 from tests.helpers import tiny_batch, tiny_model
@@ -182,22 +176,3 @@ def test_an_error_of_a_first_run_keeps_second_runs():
         handle.remove()
         step(model)
         assert world.num_second_runs
-
-
-@pytest.mark.parametrize(
-    ("error", "is_noted"),
-    [
-        (ValueError(), True),
-        (RecomputationError("other tensors"), True),
-        (FarEnoughError(), False),
-        (torch.OutOfMemoryError(), False),
-        (KeyboardInterrupt(), False),
-    ],
-)
-def test_which_errors_are_failures_of_the_layer(error, is_noted):
-    check = SecondRunCheck("off")
-    with pytest.raises(type(error)), SecondRuns(check, SEGMENT).watch("layers.0"):
-        raise error
-    assert check.has_failed == is_noted
-    assert [each.layer for each in check.take_failed()] == ["layers.0"] * is_noted
-    assert not check.has_failed

@@ -387,7 +387,6 @@ def test_hooks_that_take_up_gradients_end_the_run_in_backward_alone() -> None:
 Writes = Callable[[Any, nn.Module], Any]
 
 WRITES_OTHERS: dict[str, tuple[bool, Writes]] = {
-    "not": (False, lambda model, other: step(model)),
     "in its graph": (
         True,
         lambda model, other: (model(**BATCH).loss + other(torch.ones(1, 4)).sum()).backward(),

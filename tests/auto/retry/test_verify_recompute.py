@@ -18,7 +18,6 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.recompute import segments
 from hf_pyao.engine.recompute.verification import (
     NUM_FIRST_FORWARDS,
-    PERIOD,
     SecondRunCheck,
     SecondRuns,
 )
@@ -267,10 +266,6 @@ def num_checked_in(num_forwards: int, prepare: Callable[[Any], None], mode: str)
 )
 def test_modes_say_which_forwards_are_checked(mode, expected):
     assert num_checked_in(6, lambda _: None, mode) == expected
-
-
-def test_later_forwards_are_sampled():
-    assert num_checked_in(PERIOD + 2, lambda _: None, "auto") == NUM_FIRST_FORWARDS + 1
 
 
 def test_19_of_1000_forwards_are_checked_and_the_first_ones_at_most_are_dearer():

@@ -51,18 +51,6 @@ def read(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
     return ((hidden - layer.state).exp() + 1).log()
 
 
-def changed_after_it_was_read(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
-    y = read(layer, x)
-    with torch.no_grad():
-        layer.state.lerp_(x.detach().mean(0), 0.1)
-    return y
-
-
-def changed_before_it_is_read(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
-    layer.state += 1
-    return read(layer, x)
-
-
 def changed_in_between(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
     y = read(layer, x)
     layer.state.mul_(0.5)
@@ -95,8 +83,6 @@ def changed_under_inference_mode(layer: ConstantsLayer, x: torch.Tensor) -> torc
         changed_by_batch_norm,
         changed_under_inference_mode,
         read,
-        changed_after_it_was_read,
-        changed_before_it_is_read,
         changed_in_between,
         changed_as_a_view,
     ],

@@ -197,6 +197,12 @@ def table_at_first_use(layer: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ layer.weight * layer.table)
 
 
+def module_at_first_use(layer: Any, x: Tensor) -> Tensor:
+    if not hasattr(layer, "late_norm"):
+        layer.late_norm = nn.BatchNorm1d(SIZE)
+    return torch.tanh(layer.late_norm(x @ layer.weight))
+
+
 def length_seen(layer: Any, x: Tensor) -> Tensor:
     layer.length = max(layer.length, 1000 + len(x))
     return torch.tanh(x @ layer.weight)
@@ -223,6 +229,10 @@ def depth_by_python(layer: Any, x: Tensor) -> Tensor:
 
 def depth_by_numpy(layer: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(x @ layer.weight) * float(numpy.random.rand() < 0.6)
+
+
+def normal_by_numpy(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ layer.weight * numpy.random.randn())
 
 
 def trains_in_turn(layer: Any, x: Tensor) -> Tensor:
@@ -252,12 +262,13 @@ class Counted:
 OUTCOMES: dict[str, tuple[Forward, ...]] = {
     "again": (
         *(batch_norm, average_anew, buffer_registered_late, weight_norm),
-        *(dropout, depth_by_python, depth_by_numpy, trains_in_turn),
+        *(dropout, depth_by_python, depth_by_numpy, normal_by_numpy),
+        trains_in_turn,
     ),
     "again from the second call on": (
         *(average_in_place, average_kept_only, largest_kept_only, step_in_buffer, router_bias),
         *(step_in_buffer_late, tokens_per_expert, observer, codebook, workspace_in_buffer),
-        *(spectral_norm, table_at_first_use, length_seen),
+        *(spectral_norm, table_at_first_use, module_at_first_use, length_seen),
     ),
     "once": (
         *(large_buffer, warm_up, counts_only, warm_up_late, warm_up_in_list, warm_up_in_object),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -76,43 +75,6 @@ def test_the_order_in_which_layers_run_again() -> None:
     expected += ["b", "backward of b", "a", "backward of a"]
     assert ran == expected
     assert metrics["offloaded_bytes"] == metrics["reloaded_bytes"] == 2 * INPUT.nbytes
-
-
-def test_another_thread_runs_its_segments_in_between() -> None:
-    """What layers made again for those behind them is not let go of, and made once more."""
-    others: list[torch.Tensor] = []
-    num_runs = 0
-
-    def counted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        nonlocal num_runs
-        num_runs += 1
-        return torch.sin(x @ layer.weight)
-
-    def run_others(_: torch.Tensor) -> None:
-        if others:
-            thread = threading.Thread(target=others.pop().backward)
-            thread.start()
-            thread.join()
-
-    model = Stack(counted, counted, counted, counted)
-    model.layers[-1].weight.register_hook(run_others)
-    with attach(model, nested(4)):
-        losses = [model(INPUT.clone().requires_grad_()).square().sum() for _ in range(2)]
-        others.append(losses[0])
-        num_runs = 0
-        losses[1].backward()
-    assert not others
-    assert num_runs == 2 * (3 + 4)
-
-
-def test_random_numbers_of_torch_and_python() -> None:
-    import random
-
-    def noisy(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.dropout(torch.sin(x @ layer.weight), 0.4)
-        return torch.cos(x * random.random() * torch.rand(()))
-
-    check(noisy, linear_relu, noisy, noisy, noisy)
 
 
 # ---- backward of a part ---------------------------------------------------------------------------

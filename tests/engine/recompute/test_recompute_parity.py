@@ -6,14 +6,12 @@ import copy
 import functools
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.runtime.observer import Observer
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
@@ -129,21 +127,6 @@ def test_under_checkpointing_there_is_nothing_to_recompute(
             assert offloader.totals()["offloaded_bytes"] > 0
 
 
-def test_the_last_layer_is_not_traced() -> None:
-    model = tiny_model("llama")
-    with attach(model, replace(EVERYTHING, recompute_modules=("pointwise",))) as offloader:
-        seen: list[str] = []
-
-        class Notes(Observer):
-            def on_trace(self, layer: str, recomputation: Any) -> None:
-                seen.append(layer)
-
-        offloader.engine.observe(Notes())
-        model(**tiny_batch()).loss.backward()
-        assert seen == list(offloader.layer_names[:-1])
-        assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
-
-
 def test_layers_in_which_nothing_is_recomputed_are_not_traced() -> None:
     """They run as they would without hf_pyao's tracer: no dispatch mode is on in them."""
     model = tiny_model("bart")
@@ -164,12 +147,20 @@ def test_layers_in_which_nothing_is_recomputed_are_not_traced() -> None:
         assert count == ("decoder" in name), name
 
 
-def test_without_recompute_nothing_is_traced() -> None:
+def num_modes_of(config: PyAOConfig) -> list[int]:
+    """Return how many dispatch modes are on in each layer of a step."""
     model = tiny_model("llama")
-    num_modes: list[int] = []
-    with attach(model, EVERY_LAYER):
-        model.model.layers[0].mlp.register_forward_hook(
-            lambda *_: num_modes.append(torch.utils._python_dispatch._len_torch_dispatch_stack())
-        )
+    found: list[int] = []
+    with attach(model, config):
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(
+                lambda *_: found.append(torch.utils._python_dispatch._len_torch_dispatch_stack())
+            )
         model(**tiny_batch()).loss.backward()
-    assert num_modes == [0]
+    return found
+
+
+def test_only_layers_that_are_recomputed_are_traced() -> None:
+    assert num_modes_of(EVERY_LAYER) == [0, 0, 0]
+    config = replace(EVERYTHING, recompute_modules=("pointwise",))  # keeps the last layer
+    assert num_modes_of(config) == [1, 1, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_pyao.engine.rerun.module_state import ModuleState
+from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.tiles import TiledCall, run_in_tiles
 from tests.model.tiles.mlps import HIDDEN, GatedMLP, gradients, median, plan_of, relative, tiled
@@ -209,7 +210,7 @@ def test_a_weight_that_is_written_between_forward_and_backward_is_noticed() -> N
 
 def test_another_mode_in_backward_is_put_back() -> None:
     module, (hidden, grad) = seeded(dropout=0.5), inputs_of((2, 48))
-    run = tiled(module, 4, state=ModuleState([module], "the MLP").now)
+    run = tiled(module, 4, state=partial(StateOfCall, ModuleState([module], "the MLP")))
     found = []
     for mode in (True, False):
         module.train()
