@@ -209,6 +209,7 @@ def _wire(
         how_found=found.how,
         auto_summary=weakly(deciding.summary, ""),  # a record outlives its offloader
         levers=lambda: switch.levers,
+        run_once=lambda: switch.run_once,
     )
     guard = SecondRunGuard(model, check, deciding.without_second_runs)
 

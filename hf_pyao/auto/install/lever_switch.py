@@ -52,6 +52,16 @@ class LeverSwitch:
         lifecycle = self._segments()
         return self._refused or ("" if lifecycle is None else lifecycle.refused)
 
+    @property
+    def run_once(self) -> str:
+        """Say how many layers run once where they should run again, and why; empty if none do."""
+        lifecycle = self._segments()
+        reasons = [] if lifecycle is None else list(lifecycle.run_once)
+        if not reasons:
+            return ""
+        why = "; ".join(sorted(set(reasons)))
+        return f" ({len(reasons)} of them run once: {why})"
+
     def refuse_segments(self, reason: str) -> None:
         """Set :attr:`refused`: layers do not run again from now on, for *reason*."""
         self._refused = reason

@@ -52,6 +52,7 @@ class RunRecord:
         how_found: str,
         auto_summary: Callable[[], str],
         levers: Callable[[], Levers],
+        run_once: Callable[[], str],
     ) -> None:
         check_report_path(config.report, config.label("report"))
         self.config = config
@@ -66,6 +67,8 @@ class RunRecord:
         """Says what policy ``auto`` does; empty with others, and before it has decided."""
         self.levers = levers
         """Returns with which levers the model runs now."""
+        self.run_once = run_once
+        """Says which layers should run again and do not."""
         # Where it was asked for, also if the script goes to another folder.
         self.report_path = None if config.report is None else os.path.abspath(config.report)
         """Path of the report; None: there is no report."""
@@ -142,7 +145,7 @@ class RunRecord:
         )
         attention = " and what attention returns" if levers.save_attention else ""
         again = "again, one layer at a time" if levers.checkpoint_nested else "again"
-        return f"{saved}{attention}, the rest is computed {again}"
+        return f"{saved}{attention}, the rest is computed {again}{self.run_once()}"
 
     @property
     def _has_device(self) -> bool:

@@ -31,6 +31,8 @@ class Admission:
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self.refused = ""
         """Why a layer did not run again, where it should have; empty if none was refused."""
+        self.run_once: dict[Layer, str] = {}
+        """Layers whose newest call was refused, and why."""
         self._say = say
         self._states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = (
             weakref.WeakKeyDictionary()
@@ -59,6 +61,7 @@ class Admission:
             found = StateOfCall(state)
             reason = found.reason_unknown()
             if not reason:
+                self.run_once.pop(layer, None)
                 return found
         self._refuse(layer, reason)
         return None
@@ -81,7 +84,7 @@ class Admission:
             self._say(f"layer {layer.fqn!r} does not run again this time: {reason}", reason)
 
     def _refuse(self, layer: Layer, reason: str) -> None:
-        self.refused = reason
+        self.refused = self.run_once[layer] = reason
         self._say(f"layer {layer.fqn!r} does not run again: {reason}", reason)
 
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ class SegmentLifecycle(Lifecycle):
     def refused(self) -> str:
         """Why a layer did not run again, where it should have; empty if none was refused."""
         return self._admission.refused
+
+    @property
+    def run_once(self) -> Collection[str]:
+        """Why layers do not run again: a reason for each that does not."""
+        return self._admission.run_once.values()
 
     def set_segments(
         self, length: int, *, is_nested: bool = False, saves_attention: bool = False

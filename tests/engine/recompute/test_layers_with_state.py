@@ -353,9 +353,11 @@ def test_layers_with_state(
             return
         found = trained(model)
         refused, num_runs = lifecycle_of(offloader).refused, lifecycle_of(offloader).filled.num_runs
+        said = offloader.describe()
     assert_same_tensors(found, expected, forward.__name__)
     is_first_once = "does not run again this time" in caplog.text
     assert bool(refused) == (outcome == "once"), caplog.text
+    assert ("(1 of them run once: " in said) == (outcome == "once"), said
     if outcome != "once":
         assert is_first_once == (outcome == "again from the second call on")
         assert num_runs == 3 * NUM_STEPS - is_first_once
