@@ -430,9 +430,12 @@ def whole_shape(weight: torch.Tensor) -> torch.Size | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of *tensor*: its shard, or all of what is not sharded."""
-    if ZERO_3.has(tensor):
-        part: torch.Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
+    """Return what this rank holds of *tensor*: its shard, or all of what is not sharded.
+
+    A copy of what FSDP2 has sharded has its shard where ZeRO-3 has it.
+    """
+    part: torch.Tensor | None = getattr(tensor, "ds_tensor", None)
+    if part is not None:
         return part
     if not DTENSOR.has(tensor):
         return tensor

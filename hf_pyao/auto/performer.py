@@ -40,6 +40,7 @@ from hf_pyao.errors import warn
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.hardware.device_limit import gradient_bytes
+from hf_pyao.plan.measure.segment_memory import largest
 from hf_pyao.plan.solve.correction import ExpectedTimes
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
@@ -240,6 +241,9 @@ class AutoActions:
         if key != self._recorded_key:  # others are trained since the step was recorded
             recorded = self._recorded(view.steps())
             profile = dataclasses.replace(profile, program=recorded.to_dict())
+        # Training engines gather ahead once they have seen a micro-batch.
+        grown_bytes = largest((profile.grown_bytes, self._grown_bytes))
+        profile = dataclasses.replace(profile, grown_bytes=grown_bytes)
         draft = self._maker.plan(
             profile,
             view.num_elements,
@@ -297,7 +301,10 @@ class AutoActions:
         draft: Draft = now.draft
         times = now.times
         logger.info("policy 'auto': %s.", beside(times.plan, draft.expected()))
-        draft, is_another = self._maker.remeasured(draft, self._grown_bytes)
+        # Of smaller batches than the plan is for there is no telling what its own would take.
+        is_of_size = any(each.num_elements >= draft.num_elements for each in times.plan)
+        grown_bytes = self._grown_bytes if is_of_size else {}
+        draft, is_another = self._maker.remeasured(draft, grown_bytes)
         if is_another:
             more = format_bytes(self._maker.unpredicted_bytes)
             ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)

@@ -182,6 +182,7 @@ class ProfileWriter:
             self.finish()
         elif model is not None:  # which may be sharded since it was attached
             self._collectives.start(model)
+            self._profiler.begin_forward()
         if self.is_complete:
             self._tell_done()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto import performer
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import GIB
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
@@ -28,12 +30,12 @@ from hf_pyao.training_engines import local_part
 from tests.distributed.audit import RecogniserAudit
 from tests.distributed.models import batch_of, build_model, layers_of
 from tests.distributed.wrapping import full_parameters
-from tests.helpers.ranks import ends_at_once, join_group, slots_of, write_result
+from tests.helpers.ranks import CountedDevice, ends_at_once, join_group, slots_of, write_result
 
 NUM_MEASURED = 2
-NUM_STEPS = 10
+NUM_STEPS = 20
 NUM_COUNTED = 2
-"""Steps whose bytes are counted. Threads of gloo let go of a collective's tensors when they come to
+"""Steps whose counts are compared. Threads of gloo let go of a collective's tensors when they come to
 it, so that a count may be of one buffer too many: the lower one is taken. Without a plan to wait for,
 half of the steps are counted."""
 NUM_TRACKED = 6
@@ -87,10 +89,10 @@ def shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def step_of(case: str, model: nn.Module, step: int) -> list[Any]:
-    """Train one step; return the loss and the bits of this rank's gradients."""
+def step_of(model: nn.Module, step: int, batch: dict[str, torch.Tensor]) -> list[Any]:
+    """Train one step; return the loss."""
     torch.manual_seed(step)
-    outputs = model(**batch(case, step))
+    outputs = model(**batch)
     outputs.loss.backward()
     return [outputs.loss.detach().clone()]
 
@@ -101,22 +103,23 @@ def bits_of(model: nn.Module, loss: list[Any]) -> list[Any]:
 
 
 def counted(
-    case: str, model: nn.Module, step: int, offloader: Offloader | None
+    case: str, model: nn.Module, step: int, device: CountedDevice, offloader: Offloader | None
 ) -> tuple[int, list[Any]]:
     """Train one step; return the most bytes that were on the device, and the bits."""
+    given = batch(case, step)
     ledger = MemoryLedger(None if offloader is None else offloader.link.tiers.owns)
     ledger.note([local_part(each) for each in (*model.parameters(), *model.buffers())])
-    with NotingMode(ledger), sees_resizes(ledger.resized):
-        loss = step_of(case, model, step)
+    with NotingMode(ledger), sees_resizes(ledger.resized), device.counts(ledger):
+        loss = step_of(model, step, given)
     return ledger.peak_bytes, bits_of(model, loss)
 
 
 def tracked(case: str, model: nn.Module) -> int:
     """Return the peak of a plain step that torch's own tracker counts."""
     model.zero_grad()
-    tracker = FSDPMemTracker(model)
+    tracker, given = FSDPMemTracker(model), batch(case, 0)
     with tracker:
-        step_of(case, model, 0)
+        step_of(model, 0, given)
     peak: Any = tracker.get_tracker_snapshot("peak")
     return max(int(each["Total"]) for each in peak.values())
 
@@ -131,20 +134,23 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
     offloader = None if config is None else attach(model, config)
     audit = RecogniserAudit()
     found: dict[str, Any] = {}
-    with audit.watching() if offloader is not None else contextlib.nullcontext():
+    device = CountedDevice()
+    with (
+        audit.watching() if offloader is not None else contextlib.nullcontext(),
+        mock.patch.object(performer, "find_off", return_value=None),  # no clock decides here
+        mock.patch.object(performer, "loses", return_value=None),
+    ):
         if offloader is not None:
             audit.learn(full_parameters(model))
         bits = []
         for step in range(num_steps(case)):
             model.zero_grad()
             run: Callable[[], tuple[int, list[Any]]] = partial(
-                counted, case, model, step, offloader
+                counted, case, model, step, device, offloader
             )
+            nbytes, newest = run()
             if step >= (NUM_STEPS // 2 if offloader is None else num_steps(case) - NUM_COUNTED):
-                nbytes, newest = run()
                 found["counted"] = min(nbytes, found.get("counted", nbytes))
-            else:
-                newest = bits_of(model, step_of(case, model, step))
             bits.append(newest)
     if offloader is None:
         found["tracked"] = min(tracked(case, model) for _ in range(NUM_TRACKED))
@@ -158,6 +164,7 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
             "window": None if plan is None else plan.facts.window_bytes,
             "elements": None if plan is None else plan.facts.num_elements,
             "predicted": None if plan is None else plan.facts.peak_bytes,
+            "unpredicted": offloader.auto.report()["plan"]["figures"]["unpredicted_bytes"],
             "changes": [
                 [each["forward"], each["to"]] for each in offloader.auto.report()["transitions"]
             ],
@@ -200,7 +207,7 @@ def train_reference(case: str, config: PyAOConfig | None) -> dict[str, Any]:
         bits = []
         for step in range(NUM_STEPS):
             model.zero_grad()
-            bits.append(bits_of(model, step_of(case, model, step)))
+            bits.append(bits_of(model, step_of(model, step, batch(case, step))))
     return {"bits": bits}
 
 

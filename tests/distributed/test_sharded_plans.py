@@ -18,8 +18,8 @@ pytestmark = pytest.mark.distributed
 
 WORKER = "tests.distributed.sharded_worker"
 
-MOST_OVER = 1.02
-"""By what factor the predicted peak of a plan may be above the counted one, which has no inputs."""
+MOST_OVER = 1.1
+"""By what factor the peak of a plan that was measured may be above the counted one."""
 
 
 def check(case: str, ranks: list[dict[str, Any]]) -> None:
@@ -31,11 +31,16 @@ def check(case: str, ranks: list[dict[str, Any]]) -> None:
         planned, plain = rank["planned"], rank["plain"]
         assert planned["parameters_moved"] == planned["misses"] == planned["false_positives"] == []
         assert planned["plan"], planned["summary"]
-        if case not in LARGER_ON:
-            assert planned["counted"] <= planned["predicted"] <= MOST_OVER * planned["counted"]
         if case not in ("chunked loss", *LARGER_ON):
             assert plain["tracked"] == plain["counted"] > planned["counted"]
     first, second = (rank["planned"] for rank in ranks)
+    if case not in LARGER_ON:
+        counted = max(first["counted"], second["counted"])
+        measured = first["predicted"] + first["unpredicted"]
+        assert counted <= measured
+        # With segments what was measured without a plan is more than what this one takes; of several
+        # ranks the most that was measured counts.
+        assert case == "segments" or measured <= MOST_OVER * counted
     changed = [
         next(at for at, mode in each["changes"] if mode in FOLLOWS) for each in (first, second)
     ]

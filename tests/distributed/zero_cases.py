@@ -35,6 +35,12 @@ NOW: dict[str, Any] = {"window": 0, "checkpoint_every": 0}
 
 CASES = {
     "zero 3": Case(3, zero=SMALL, config=NOW),
+    "zero 3, defaults": Case(3, config=NOW),
+    "zero 3, nothing ahead": Case(
+        3,
+        zero={**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+        config=NOW,
+    ),
     "zero 3, offloaded": Case(3, offloads=True, zero=SMALL, config=NOW, model="opt"),
     "zero 3, segments": Case(3, zero=SMALL, config={"window": 0, "checkpoint_every": 1}),
     "zero 3, all levers": Case(3, zero=SMALL, config={"window": 0}),
@@ -48,27 +54,20 @@ CASES = {
     "zero 1": Case(1, config=NOW),
 }
 
-ALONE = "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
-THRESHOLDS: dict[str, tuple[str, dict[str, int]]] = {
+TIMED: dict[str, tuple[str, dict[str, int]]] = {
     "nothing ahead": (
         "llama",
-        {**SMALL, **dict.fromkeys(ALONE, 0), "stage3_max_reuse_distance": 0},
+        {
+            **SMALL,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
     ),
-    "small": ("opt", SMALL),
     "adapters": ("llama lora", SMALL),
-    "few live": ("llama", {**SMALL, "stage3_max_live_parameters": 4000}),
-    "far ahead": ("llama", {**SMALL, "stage3_prefetch_bucket_size": 12000}),
-    "reused": ("gpt2", {**SMALL, "stage3_max_reuse_distance": 10**9}),
-    "matrices persist": ("llama", {**SMALL, "stage3_param_persistence_threshold": 1500}),
-    "defaults": ("opt", {}),
-    "a bucket for each": ("llama", {**SMALL, "reduce_bucket_size": 500}),
-    "all-reduced": ("gpt2", {**SMALL, "reduce_scatter": False}),
-    "not contiguous": ("llama", {**SMALL, "contiguous_gradients": False}),
     "stage 2": ("llama", {"stage": 2}),
-    "stage 2, all-reduced": ("llama", {"stage": 2, "reduce_scatter": False}),
-    "stage 1": ("opt", {"stage": 1}),
 }
-"""By name: a model, and settings of ZeRO that decide what is gathered, or reduced at once."""
+"""By name: a model, and settings of ZeRO; collectives of each are timed."""
 
 HOLDS = ("nothing ahead",)
 """Of these, also what a long batch with the chunked loss holds; nothing is reused there."""

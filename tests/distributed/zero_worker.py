@@ -21,31 +21,23 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pyao import PyAOConfig, PyAOTrainer, attach
-from hf_pyao.auto.recording.model_copy import CopiedStep
-from hf_pyao.auto.recording.seen_forward import seen_forward
-from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.auto import performer
 from hf_pyao.config import GIB
-from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.training_engines import ZERO_3
 from tests.distributed.audit import RecogniserAudit
 from tests.distributed.models import BATCH, SEQUENCE, VOCAB, batch_of, build_model, layers_of
-from tests.distributed.zero_cases import CASES, HOLDS, THRESHOLDS, Case
-from tests.distributed.zero_watch import (
-    collectives_noted,
-    copied_gathers_noted,
-    gathers_noted,
-    left_noted,
-)
-from tests.helpers.ranks import slots_of
+from tests.distributed.zero_cases import CASES, HOLDS, TIMED, Case
+from tests.helpers.ranks import CountedDevice, slots_of
 from tests.helpers.vocabulary_rows import VocabularyRows
 
-NUM_STEPS = 8
+NUM_STEPS = 20
 NUM_COUNTED = 2
-"""Last steps, whose bytes are counted; of two counts the lower one is taken, see
+"""Last steps, whose counts are compared; of two counts the lower one is taken, see
 ``sharded_worker.py``."""
 
 
@@ -144,25 +136,25 @@ class Counter:
     def __init__(self, trainer: Any, watch: Watch) -> None:
         self.trainer = trainer
         self.watch = watch
+        self.device = CountedDevice()
         self.peaks: dict[int, int] = {}
-        """Of the last steps; of several micro-batches in a step the most."""
-        self.gathers: list[list[Any]] = []
-        """What ZeRO-3 had gathered after it came to a module, and after it left one."""
+        """Of each step; of several micro-batches in a step the most."""
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """Run a training step, counted if it is one of the last."""
-        if self.watch.step < NUM_STEPS - NUM_COUNTED:
-            return run()
+        """Run a training step, counted."""
         engine, offloader = self.trainer.model_wrapped, getattr(self.trainer, "offloader", None)
-        result, nbytes, self.gathers = counted(engine, run, offloader)
+        result, nbytes = counted(engine, run, self.device, offloader)
         self.peaks[self.watch.step] = max(nbytes, self.peaks.get(self.watch.step, 0))
         return result
 
 
 def counted(
-    engine: Any, run: Callable[[], Any], offloader: Any = None
-) -> tuple[Any, int, list[list[Any]]]:
-    """Run forward and backward; return their result, the most bytes, and what was gathered."""
+    engine: Any, run: Callable[[], Any], device: CountedDevice, offloader: Any
+) -> tuple[Any, int]:
+    """Run forward and backward; return their result, and the most bytes of the step.
+
+    What DeepSpeed has throughout, as buckets, is beside the step.
+    """
     model, optimizer = engine.module, engine.optimizer
     hosted = set(map(storage_of, host_tensors(optimizer)))
     ledger = MemoryLedger(
@@ -176,6 +168,7 @@ def counted(
         if ZERO_3.has(each):
             ledger.note([each.ds_tensor])
     ledger.note(model.buffers())
+    step_bytes = ledger.live_bytes
     for bucket in optimizer.ipg_buckets.values():
         if isinstance(bucket.buffer, torch.Tensor):
             ledger.note([bucket.buffer])
@@ -184,8 +177,7 @@ def counted(
         ledger.note([parts])
     for sums in getattr(optimizer, "all_grad_tensors", {}).values():  # of micro-batches before
         ledger.note(sums or ())
-    gathers: list[list[Any]] = []
-    names = {each.ds_id: name for name, each in model.named_parameters() if ZERO_3.has(each)}
+    beside_bytes = ledger.live_bytes - step_bytes
     peaks: list[int] = []
     step = engine.step
 
@@ -195,11 +187,11 @@ def counted(
 
     with (
         NotingMode(ledger),
-        gathers_noted(model, names, gathers),
+        device.counts(ledger),
         mock.patch.object(engine, "step", step_uncounted),
     ):
         result = run()
-    return result, (peaks or [ledger.peak_bytes])[0], gathers
+    return result, (peaks or [ledger.peak_bytes])[0] - beside_bytes
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -242,9 +234,10 @@ def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
         counter = Counter(trainer, watch)
         watch.trainer = trainer
         found: dict[str, Any] = {}
-        copied: list[list[Any]] = []
         if audit is not None:
-            stack.enter_context(copied_gathers_noted(copied))
+            # No clock decides here.
+            stack.enter_context(mock.patch.object(performer, "find_off", return_value=None))
+            stack.enter_context(mock.patch.object(performer, "loses", return_value=None))
             stack.enter_context(audit.watching())
             stack.enter_context(noted(found))
         trainer.train()
@@ -256,10 +249,8 @@ def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
     found |= {
         "losses": losses,
         "bits": whole_parameters(trainer.model),
-        "counted": min(counter.peaks.values()),
+        "counted": min([*counter.peaks.values()][-NUM_COUNTED:]),
         "sampled_bytes": sampled_bytes(trainer.model),
-        "gathers": json.loads(json.dumps(counter.gathers)),
-        "copied_gathers": json.loads(json.dumps(copied)),
     }
     deepspeed.comm.barrier()
     return found
@@ -289,6 +280,7 @@ def noted(found: dict[str, Any]) -> Iterator[None]:
                     "levers": None if plan is None else plan.levers,
                     "window": None if plan is None else plan.facts.window_bytes,
                     "predicted": None if plan is None else plan.facts.peak_bytes,
+                    "unpredicted": offloader.auto.report()["plan"]["figures"]["unpredicted_bytes"],
                     "changes": [
                         [each["forward"], each["to"]]
                         for each in offloader.auto.report()["transitions"]
@@ -318,10 +310,6 @@ def compare(case: Case) -> dict[str, Any]:
     bits = plain.pop("bits"), planned.pop("bits")
     different = [name for name, value in bits[0].items() if not torch.equal(value, bits[1][name])]
     return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0])}
-
-
-def names_of_collectives(program: Any) -> list[str]:
-    return [each.name for each in program.operations if each.collective]
 
 
 def timed(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +342,7 @@ PHASES = "forward", "backward", "head"
 
 def engine_of(case: str) -> Any:
     """Return a model in DeepSpeed's engine, with the thresholds of *case*."""
-    architecture, zero = THRESHOLDS[case]
+    architecture, zero = TIMED[case]
     stage = int(zero.get("stage", 3))
     settings = deepspeed_settings(Case(stage, zero=zero))
     settings |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": False}}
@@ -396,46 +384,43 @@ LONG = 20
 """How often a batch's length is taken, so that it has several chunks of 256 tokens."""
 
 
-def compare_thresholds(case: str) -> dict[str, Any]:
-    """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
+def compare_times(case: str) -> dict[str, Any]:
+    """Run micro-batches; return what a profile says of collectives, and what a long batch holds."""
     linear = nn.functional.linear
-    engine = engine_of(case)
-    found: dict[str, Any] = {}
-    for step in range(4):
-        batch = {**batch_of(dist.get_rank(), step), "use_cache": False}
-
-        def run(batch: Any = batch) -> None:
-            outputs = engine(**batch)  # which live on, as the recorded step has it
-            engine.backward(outputs.loss)
-
-        collectives: list[tuple[bool, int]] = []
-        with collectives_noted(collectives):
-            _, nbytes, gathers = counted(engine, run)
-        engine.step()
-        found = {"counted": nbytes, "gathers": gathers, "collectives": collectives}
-    if dist.get_rank() == 0:
-        copied: list[list[Any]] = []
-        with copied_gathers_noted(copied):
-            step_of_copy = CopiedStep(engine.module, seen_forward((), batch))
-            program = record_fake_step(step_of_copy)[0].whole()
-        kept = predict(program, [False] * len(program.slots), window_bytes=0)
-        exchanged = [each.collective for each in program.operations if each.collective]
-        queued = [name.startswith("all_gather") for name in names_of_collectives(program)]
-        found |= {
-            "copied_collectives": [
-                [is_gather, each.nbytes] for is_gather, each in zip(queued, exchanged, strict=True)
-            ],
-            "copied_gathers": json.loads(json.dumps(copied)),
-            "predicted": kept.peak_bytes,
-        }
-    for name in ("gathers", "collectives"):
-        found[name] = json.loads(json.dumps(found[name]))
-    found["timed"] = timed(engine, batch)
-    if case in HOLDS:
-        nn.functional.linear = linear
-        found["held"] = held(case)
+    found = {"timed": timed(engine_of(case), {**batch_of(dist.get_rank(), 3), "use_cache": False})}
     nn.functional.linear = linear
+    if case in HOLDS:
+        found["held"] = held(case)
+        nn.functional.linear = linear
     return found
+
+
+@contextlib.contextmanager
+def left_noted(model: nn.Module, found: list[list[Any]]) -> Iterator[None]:
+    """Note the parameters that ZeRO-3 lets go of, and whether nothing else holds what it gathered."""
+    refs: dict[str, Any] = {}
+    handles = []
+
+    def gathered(module: nn.Module, _: Any) -> None:
+        for name, each in module.named_parameters(recurse=False):
+            if each.numel():
+                refs[paths[module], name] = StorageWeakRef(each.untyped_storage())
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for (path, name), ref in list(refs.items()):
+            if not model.get_submodule(path).get_parameter(name).numel():
+                found.append([f"{path}.{name}", ref.expired()])
+                del refs[path, name]
+
+    paths = {module: path for path, module in model.named_modules()}
+    for module in paths:
+        handles.append(module.register_forward_pre_hook(gathered))
+        handles.append(module.register_forward_hook(look))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def main(folder: Path, cases: list[str]) -> None:
@@ -447,7 +432,7 @@ def main(folder: Path, cases: list[str]) -> None:
             if case in CASES:
                 found[case] = compare(CASES[case])
             else:
-                found[case] = compare_thresholds(case)
+                found[case] = compare_times(case)
         except Exception:
             found[case] = {"error": traceback.format_exc()}
             break  # the ranks may be apart: later cases are missing

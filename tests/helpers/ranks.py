@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.measure import segment_memory
+from hf_pyao.plan.step.ledger import MemoryLedger
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -71,6 +74,26 @@ def run_ranks(
     expected = [0] * len(found) if codes is None else [*codes][: len(found)]
     assert found == expected, logs_of(folder)
     return read_results(folder, num_ranks)
+
+
+class CountedDevice:
+    """Says of the device's memory what ledgers count, one after the other. Nobody resets its peak."""
+
+    def __init__(self) -> None:
+        self._peak_bytes = 0
+
+    @contextlib.contextmanager
+    def counts(self, ledger: MemoryLedger) -> Iterator[None]:
+        """Let *ledger* say it."""
+
+        def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
+            self._peak_bytes = max(self._peak_bytes, ledger.peak_bytes)
+            return ledger.live_bytes, self._peak_bytes
+
+        with mock.patch.object(
+            segment_memory, "allocated_and_peak_bytes", allocated_and_peak_bytes
+        ):
+            yield
 
 
 def slots_of(plan: Plan | None) -> list[dict[str, Any]] | None:

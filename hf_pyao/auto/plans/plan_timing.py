@@ -76,6 +76,7 @@ class PlanCheck(Observer):
     ) -> None:
         self._engine = weakref.ref(engine)
         self._device = device
+        self._gradient_bytes = gradient_bytes
         self._memory = SegmentMemory(device, gradient_bytes)
         self._transport = engine.link.transport
         self._num_left = num_micro_batches
@@ -96,9 +97,11 @@ class PlanCheck(Observer):
     def note_size(self, num_elements: int) -> None:
         """Note the elements of the batch that is about to run."""
         self._num_elements = num_elements
+        self._memory.at_start()
 
     def start(self) -> None:
         """Begin, with the next layer call."""
+        self._memory.at_start()
         engine = self._engine()
         if engine is not None:
             engine.observe_too(self)
@@ -132,7 +135,6 @@ class PlanCheck(Observer):
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""
-        self._memory.end()
         engine = self._engine()
         before_ms = self._stalls_ms
         stalls_ms = before_ms if engine is None else engine.upload_stalls_ms()
@@ -143,6 +145,10 @@ class PlanCheck(Observer):
         num_sampled = self._num_sampled()
         is_sampled = num_sampled != self._num_sampled_before
         self._num_sampled_before = num_sampled
+        if is_sampled:  # a check holds more than the step itself
+            self._memory = SegmentMemory(self._device, self._gradient_bytes)
+        else:
+            self._memory.end()
         if start is None or end is None or is_sampled:
             return
         self._spans.append(_Span(self._num_elements, start, turn, end, stats, uploads_ms))
@@ -151,7 +157,7 @@ class PlanCheck(Observer):
 
     @property
     def grown_bytes(self) -> dict[str, int]:
-        """What tensors took in the first micro-batch, as :class:`SegmentMemory` says it."""
+        """What tensors took in the first that counts, as :class:`SegmentMemory` says it."""
         return self._memory.grown_bytes
 
     def result(self) -> list[TimedMicroBatch]:

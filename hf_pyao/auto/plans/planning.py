@@ -22,7 +22,12 @@ from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
-from hf_pyao.plan.measure.segment_memory import predicted_growth, unpredicted_bytes
+from hf_pyao.plan.measure.segment_memory import (
+    differences,
+    largest,
+    predicted_growth,
+    unpredicted_bytes,
+)
 from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
@@ -31,6 +36,7 @@ from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Candidate, Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
+from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +79,10 @@ class PlanMaker:
         self._parameters = parameters
         self._num_resident = num_resident
         self.unpredicted_bytes = 0
-        """By how much the step that was measured last takes more than is predicted for it. Every
-        later plan leaves room for that."""
+        """By how much the plan that was made last is expected to take more than is predicted."""
+        self._more: dict[str, int] = {}
+        """What was measured beside the prediction, by segment. Every later plan leaves room for
+        that."""
 
     def plan(
         self,
@@ -110,17 +118,21 @@ class PlanMaker:
         measured = choice.resident.configured.simple().get(OFFLOAD_ALL)
         if smaller is None and measured is not None:
             self._note_memory(profile.grown_bytes, measured)
-        limits = self._limits(choice, cap_bytes)
-        with_room, growth = limits.limit_bytes, None
+        growth, room_to_grow = None, 1.0
         if smaller is not None:
             ratio = num_elements / max(1, smaller.num_elements)
             before, now = smaller.choice.resident.configured, choice.resident.configured
             growth = _growth_exponent(before, now, ratio) or smaller.growth_exponent
-            resident_bytes = choice.least_resident_bytes
-            room_to_grow: float = ROOM ** (growth or 2.0)
+            room_to_grow = ROOM ** (growth or 2.0)
+        resident_bytes = choice.least_resident_bytes
+        while True:
+            limits = self._limits(choice, cap_bytes)
             with_room = resident_bytes + (limits.limit_bytes - resident_bytes) / room_to_grow
+            followed = chosen_within(choice, with_room, limits.limit_bytes, least_streamed)
+            if not (followed.fits and self._takes_more(followed.candidate)):
+                break
         return Draft(
-            followed=chosen_within(choice, with_room, limits.limit_bytes, least_streamed),
+            followed=followed,
             profile=profile,
             num_elements=num_elements,
             request=request,
@@ -171,6 +183,9 @@ class PlanMaker:
         if draft.chosen.memory.fits(limit_bytes):
             return draft, False
         found = draft.choice.best(limit_bytes, draft.least_streamed).levers
+        while found.fits and self._takes_more(found.candidate):
+            draft = dataclasses.replace(draft, limits=self._limits(draft.choice, cap_bytes))
+            found = draft.choice.best(draft.limits.limit_bytes, draft.least_streamed).levers
         if not found.fits and found.candidate.peak_bytes >= draft.chosen.peak_bytes:
             return draft, False  # nothing needs less
         return draft.following(found), True
@@ -178,9 +193,18 @@ class PlanMaker:
     def _note_memory(self, grown_bytes: Mapping[str, int], ran: Candidate) -> None:
         """Compare what was measured with the least that is predicted for what *ran*."""
         if grown_bytes:
-            # With copies as early as can be: how early they were is not known.
-            predicted = predicted_growth(ran.step.program, ran.outcome.early())
-            self.unpredicted_bytes = unpredicted_bytes(grown_bytes, predicted)
+            predicted = _growth(ran)
+            more = differences(grown_bytes, predicted)
+            # A profile is of all ranks, a plan is measured on this one.
+            self._more = largest((self._more, more)) if process_rank().num_ranks > 1 else more
+            self.unpredicted_bytes = unpredicted_bytes(self._more, predicted)
+
+    def _takes_more(self, chosen: Candidate) -> bool:
+        """Say whether *chosen* is expected to take more beside its prediction than it was left."""
+        more_bytes = unpredicted_bytes(self._more, _growth(chosen)) if self._more else 0
+        is_more = more_bytes > self.unpredicted_bytes
+        self.unpredicted_bytes = max(self.unpredicted_bytes, more_bytes)
+        return is_more
 
     def plan_unrecorded(
         self, profile: Profile, num_elements: int, trained: int | None = None
@@ -210,6 +234,12 @@ class PlanMaker:
         limit_bytes = min(limit.nbytes - nbytes - self.unpredicted_bytes, cap_bytes)
         how = limit.how if limit_bytes < cap_bytes else AFTER_RUNNING_OUT
         return Limits(limit_bytes, limit.nbytes, nbytes, how)
+
+
+def _growth(candidate: Candidate) -> dict[str, int]:
+    """Return the predicted growth of memory under a plan, by segment."""
+    # With copies as early as can be: how early they were is not known.
+    return predicted_growth(candidate.step.program, candidate.outcome.early())
 
 
 def _growth_exponent(before: Planner, now: Planner, ratio: float) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_pyao.auto.recording.compiled_copies import CompiledCopies
+from hf_pyao.auto.recording.gathers import Gathers
 from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
 from hf_pyao.auto.recording.quantised_copies import note_stand_ins
 from hf_pyao.auto.recording.seen_forward import SeenForward, with_tensors
@@ -54,6 +55,7 @@ class CopiedStep:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._units = ShardedUnits(model)
         self._zero = ZeroCopy(model)
+        self._gathers = Gathers(())
         self._interrupts = HeldInterrupts()
 
     @property
@@ -66,20 +68,11 @@ class CopiedStep:
     @property
     def kernels(self) -> KernelSettings:
         """The device that the model is on, and this process's settings."""
-        settings = settings_of(self.device)
-        return settings._replace(has_gloo=bool(self._units) and self._units.has_gloo)
-
-    @property
-    def runs_all_layers(self) -> bool:
-        """True where layers that stand for others would not do: units of FSDP2 gather others by
-        name, or hold gradients from one micro-batch to the next; ZeRO goes by the whole model."""
-        if self._zero.runs_all_layers:
-            return True
-        return bool(self._units) and (self._units.prefetches or self._units.accumulates)
+        return settings_of(self.device)
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Make the copy; what FSDP2 or ZeRO has sharded is sharded anew in it.
+        """Make the copy; what FSDP2 or ZeRO has sharded is gathered in it while modules run.
 
         Raises:
             CopyError: the model has what cannot be copied so.
@@ -98,7 +91,7 @@ class CopiedStep:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
                     self._compiled.note_inner(memo)
                     note_stand_ins(self._model, memo)
-                    self._units.unshard_into(memo, fake_mode)
+                    self._units.make_whole(memo, fake_mode)
                     self._zero.make_whole(memo, fake_mode)
                     memo.update(_streamed_on_device(self._model, fake_mode))
                     fake = copy.deepcopy(self._model, memo)
@@ -114,31 +107,22 @@ class CopiedStep:
             _check_apart(fake, self._model)
             _forget_hooks(fake)
             self._compiled.compile(fake, memo)
-            meshes = stack.enter_context(self._units.meshes())
             stack.enter_context(fake_mode)
             stack.enter_context(_answers(self._seen.has_padding))
-            self._units.shard_anew(meshes)
-            self._zero.install(fake)
+            self._gathers = Gathers([*self._units.units(memo), *self._zero.units(fake)])
+            self._gathers.install()
             yield fake, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Gradients stay, as in a loop by hand."""
 
-    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
-        """Run the micro-batches before, where they leave something, or ZeRO-3 learns from them."""
-
-        def run() -> None:
-            self.run(model, lambda tensor, name: None)
-
-        if self._zero:
-            return self._zero.before(run, exchanged)
-        return self._units.accumulate(run) if self._units.accumulates else ()
-
     def state_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of ZeRO's buffers; an optimizer's states are not known of."""
-        return self._zero.buffer_bytes()
+        """Return 0: an optimizer's states are not known of."""
+        return 0
 
-    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
+    def run(
+        self, model: nn.Module, label: Callable[[Tensor, str], None], exchanged: Exchanged
+    ) -> None:
         """Run forward, loss and backward.
 
         Raises:
@@ -146,6 +130,7 @@ class CopiedStep:
                 has no result to go back from.
         """
         args, kwargs = with_tensors(self._arguments)
+        self._gathers.tell(exchanged)
         guard = _OnlyTheCopy(self._interrupts, compiles=bool(self._compiled))
         try:
             with guard:
@@ -156,7 +141,7 @@ class CopiedStep:
                     raise guard.error  # the model's own code went on in spite of it
                 label(loss, "the loss")
                 loss.backward()  # type: ignore[no-untyped-call]
-                self._zero.end_micro_batch()
+                self._gathers.end_micro_batch()
         except CopyError:
             raise
         except Exception as error:  # of the model's own code

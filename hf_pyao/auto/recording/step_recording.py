@@ -60,11 +60,6 @@ class FakeStep(Protocol):
         """Where the step computes; None: all its tensors are there."""
         ...
 
-    @property
-    def runs_all_layers(self) -> bool:
-        """True where no layer may stand for others."""
-        ...
-
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         """Make the model; everything of it happens in here."""
         ...
@@ -73,20 +68,20 @@ class FakeStep(Protocol):
         """Move gradients off the device as they are complete, if training does."""
         ...
 
-    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
-        """Run what runs before the step; return tensors that are there since then.
-
-        The levers are on the model. The step itself tells *exchanged* of collectives that are no
-        operations of it.
-        """
-        ...
-
     def state_bytes(self, model: nn.Module) -> int:
         """Return the bytes of the optimizer's states on the device."""
         ...
 
-    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
-        """Run forward, loss and backward; *label* is told of tensors that have a name."""
+    def run(
+        self, model: nn.Module, label: Callable[[Tensor, str], None], exchanged: Exchanged
+    ) -> None:
+        """Run forward, loss and backward.
+
+        Args:
+            model: as :meth:`model` made it, with the levers on it.
+            label: is told of tensors that have a name.
+            exchanged: is told of collectives.
+        """
         ...
 
 
@@ -159,7 +154,6 @@ def record_fake_step(
         recomputes = bool(recompute_modules) or plan is not None
         runs_all = (
             is_whole
-            or step.runs_all_layers
             or bool(layers)
             or levers.checkpoint_every > 1  # longer segments end where the model says
             or (recomputes and keep_last_layers > 1)
@@ -182,8 +176,6 @@ def record_fake_step(
         installed.put_on(model, found, lifecycle, levers, proofs=proofs)
         try:
             lifecycle.install()
-            with few_parts(recorder):
-                recorder.note_held(step.before(model, recorder.exchanged))
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             # Nor where weights are gone by then: no saved tensor is recomputed under ZeRO-3.
@@ -200,7 +192,7 @@ def record_fake_step(
                 sees_resizes(recorder.resized),
                 few_parts(recorder),
             ):
-                step.run(model, recorder.label)
+                step.run(model, recorder.label, recorder.exchanged)
         except Exception as error:
             if removed is None:
                 raise

@@ -30,8 +30,6 @@ class KernelSettings(NamedTuple):
     that ``torch.nn.attention.activate_flash_attention_impl`` puts in its place."""
     prefers_cudnn: bool = False
     """Whether ``scaled_dot_product_attention`` tries cuDNN's kernel before flash attention."""
-    has_gloo: bool = False
-    """Whether collectives on the device run over gloo, which reduces and scatters a copy."""
 
     @property
     def multiprocessors(self) -> int:

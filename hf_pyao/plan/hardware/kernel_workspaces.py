@@ -23,8 +23,6 @@ EIGHT_BIT = ("int8_scaled_mm", "int8_mixed_scaled_mm")
 
 HALF_BYTES = 2
 
-REDUCE_SCATTER = "_reduce_scatter_base_"
-
 FEW_INDICES = 3072
 """Up to so many tokens an embedding's backward sorts nothing."""
 
@@ -118,16 +116,6 @@ def embedding_backward(shape: EmbeddingShape) -> Parts:
     }
 
 
-def reduce_scatter(nbytes: int, settings: KernelSettings) -> Parts:
-    """Return what a reduce-scatter of *nbytes* allocates inside.
-
-    Gloo has none of its own: torch reduces a clone of the input on all ranks. NCCL's buffers are
-    not torch's. Source: pytorch/pytorch, ``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
-    ``_reduce_scatter_base``.
-    """
-    return {"clone of the input": nbytes} if settings.has_gloo else {}
-
-
 def parts_of(call: KernelCall, settings: KernelSettings) -> Parts:
     """Return what a call allocates inside, in bytes by the name that the source gives it."""
     if call.kernel == EMBEDDING:
@@ -136,8 +124,6 @@ def parts_of(call: KernelCall, settings: KernelSettings) -> Parts:
         return four_bit_product(ProductShape(*call.sizes))
     if call.kernel in EIGHT_BIT:
         return eight_bit_product(ProductShape(*call.sizes))
-    if call.kernel == REDUCE_SCATTER:
-        return reduce_scatter(call.sizes[0], settings)
     return ATTENTION[call.kernel](AttentionShape(*call.sizes), settings)
 
 
@@ -146,7 +132,7 @@ def workspace_of(call: KernelCall | None, settings: KernelSettings) -> int:
     return 0 if call is None else sum(parts_of(call, settings).values())
 
 
-_NAMES = frozenset({EMBEDDING, FOUR_BIT, *EIGHT_BIT, REDUCE_SCATTER, *ATTENTION})
+_NAMES = frozenset({EMBEDDING, FOUR_BIT, *EIGHT_BIT, *ATTENTION})
 
 # ---- calls -------------------------------------------------------------------------------------
 
@@ -164,8 +150,6 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kern
         return None
     is_product = func.namespace == "bitsandbytes" and name in (FOUR_BIT, *EIGHT_BIT)
     is_known = func.namespace == "aten" and (name == EMBEDDING or name in ATTENTION)
-    if func.namespace == "c10d" and name == REDUCE_SCATTER:
-        return KernelCall(name, (args[1].nbytes,))
     if not is_product and not is_known:
         return None
     names = (argument.name for argument in func._schema.arguments)

@@ -95,6 +95,10 @@ class StepProfiler(PackIntervals):
         self._timeline = StepTimeline(transport, device) if num_micro_batches == 1 else None
         """Of the last micro-batch, from its start."""
 
+    def begin_forward(self) -> None:
+        """Note that the model's forward begins."""
+        self._memory.at_start()
+
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Note the moment."""
         if self._times_packs:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from hf_pyao.plan.documents.profile import Profile, ProfiledModule, Spread
+from hf_pyao.plan.measure.segment_memory import largest
 
 _DIRECTIONS = ("d2h_gib_per_s", "h2d_gib_per_s")
 
@@ -42,7 +43,6 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         key: fmean(profile.metrics.get(key, 0.0) for profile in profiles) for key in first.metrics
     }
     peaks = [p.peak_allocated_bytes for p in profiles if p.peak_allocated_bytes is not None]
-    segments = dict.fromkeys(name for profile in profiles for name in profile.grown_bytes)
     return dataclasses.replace(
         first,
         num_ranks=len(profiles),
@@ -54,9 +54,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         collective_gib_per_s=_mean(profile.collective_gib_per_s for profile in profiles),
         metrics=metrics,
         peak_allocated_bytes=max(peaks, default=None),
-        grown_bytes={
-            name: max(profile.grown_bytes.get(name, 0) for profile in profiles) for name in segments
-        },
+        grown_bytes=largest(profile.grown_bytes for profile in profiles),
     )
 
 

@@ -6,12 +6,15 @@ FSDP2 and ZeRO gather, compiled code, buffers of a user's hooks) is in the measu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
+
+BEFORE = "before"
+"""From the start of the model's forward to that of its first layer: what is there then."""
 
 HEAD = "head"
 """From the end of the last layer's forward to the first backward of a layer."""
@@ -43,15 +46,37 @@ class SegmentMemory:
     def __init__(self, device: torch.device, gradient_bytes: Callable[[], int] = lambda: 0) -> None:
         self._device = device
         self._gradient_bytes = gradient_bytes
+        self._start_bytes: int | None = None
         self._base_bytes: int | None = None
         self._peak_bytes = 0
         self._segment = FORWARD
         self._is_over = False
         self.grown_bytes: dict[str, int] = {}
-        """By segment, above what was there when the first layer began, but for gradients."""
+        """By segment, above what was there when the first layer began, but for gradients. Before
+        the first layer: above what was there when the forward began."""
+
+    def at_start(self) -> None:
+        """Look, where a forward begins: weights that training engines divide are not gathered."""
+        found = None if self._is_over else allocated_and_peak_bytes(self._device)
+        if found is not None and self._base_bytes is None:
+            self._start_bytes = found[0] - self._gradient_bytes()
 
     def at_border(self, phase: str, *, is_start: bool) -> None:
         """Look, where a layer's forward or backward begins or ends."""
+        self._look(FORWARD if is_start and phase == FORWARD else self._segment)
+        if is_start:
+            self._segment = phase
+        elif phase == FORWARD:
+            self._segment = HEAD
+
+    def end(self) -> None:
+        """Look for the last time: the micro-batch is over."""
+        if self._base_bytes is not None:
+            self._look(self._segment)
+        self._is_over = True
+
+    def _look(self, segment: str) -> None:
+        """Note what has grown in the segment that ends here, or goes on."""
         found = None if self._is_over else allocated_and_peak_bytes(self._device)
         if found is None:
             return
@@ -59,19 +84,21 @@ class SegmentMemory:
         if self._base_bytes is None:
             self._base_bytes = allocated_bytes - self._gradient_bytes()
             self._peak_bytes = peak_bytes
+            if self._start_bytes is not None:
+                self.grown_bytes[BEFORE] = self._base_bytes - self._start_bytes
         most_bytes = peak_bytes if peak_bytes > self._peak_bytes else allocated_bytes
         self._peak_bytes = peak_bytes
-        before = FORWARD if is_start and phase == FORWARD else self._segment
         grown_bytes = most_bytes - self._base_bytes
-        self.grown_bytes[before] = max(self.grown_bytes.get(before, 0), grown_bytes)
-        if is_start:
-            self._segment = phase
-        elif phase == FORWARD:
-            self._segment = HEAD
+        self.grown_bytes[segment] = max(self.grown_bytes.get(segment, 0), grown_bytes)
 
-    def end(self) -> None:
-        """Look no more: the micro-batch is over."""
-        self._is_over = True
+
+def largest(measured: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the most of several micro-batches, or ranks, by segment."""
+    found: dict[str, int] = {}
+    for each in measured:
+        for name, grown_bytes in each.items():
+            found[name] = max(found.get(name, grown_bytes), grown_bytes)
+    return found
 
 
 def predicted_growth(program: StepProgram, prediction: Prediction) -> dict[str, int]:
@@ -86,24 +113,42 @@ def predicted_growth(program: StepProgram, prediction: Prediction) -> dict[str, 
     in_layers = [number for number, each in enumerate(segments) if each.layer != OUTSIDE]
     if not in_layers:
         return {}
-    first, last = in_layers[0], in_layers[-1]
+    first = in_layers[0]
     start = segments[first].start
     base_bytes = live_bytes[start - 1] if start else program.resident_bytes
-    found: dict[str, int] = {}
+    found = {BEFORE: base_bytes - program.resident_bytes}
     name = FORWARD
-    for number in range(first, last + 1):
+    for number in range(first, len(segments)):
         segment = segments[number]
         if segment.layer != OUTSIDE:
             name = segment.phase
         elif name == FORWARD:
-            behind = next(each for each in in_layers if each > number)
-            name = HEAD if segments[behind].phase == BACKWARD else FORWARD
+            behind = next((segments[n].phase for n in in_layers if n > number), BACKWARD)
+            name = HEAD if behind == BACKWARD else FORWARD
         grown_bytes = max(live_bytes[segment.start : segment.end]) - base_bytes
         found[name] = max(found.get(name, 0), grown_bytes)
     return found
 
 
-def unpredicted_bytes(measured: Mapping[str, float], predicted: Mapping[str, int]) -> int:
-    """Return by how much a step takes more than is predicted, in the segment where that is most."""
-    more = [measured[name] - predicted[name] for name in measured.keys() & predicted.keys()]
-    return int(max([0.0, *more]))
+def differences(measured: Mapping[str, int], predicted: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much a step takes more than is predicted, or less, by segment.
+
+    What is there before the layers stays in all of them.
+    """
+    more = {name: measured[name] - predicted[name] for name in measured.keys() & predicted.keys()}
+    before_bytes = max(0, more.pop(BEFORE, 0))
+    return {name: before_bytes + each for name, each in more.items()}
+
+
+def unpredicted_bytes(more: Mapping[str, int], predicted: Mapping[str, int]) -> int:
+    """Return by how much the peak of a step is above its prediction.
+
+    Args:
+        more: what each segment takes beside its prediction, as :func:`differences` says.
+        predicted: growth of the step that is asked about, which may be another one.
+    """
+    known = [name for name in more if name in predicted]
+    if not known:
+        return 0
+    peak_bytes = max(predicted[name] + more[name] for name in known)
+    return max(0, peak_bytes - max(predicted[name] for name in known))

@@ -109,7 +109,10 @@ class RecordedStep:
                 graph=None if graph is None else _graph(graph),
                 num_tiles=_count(values.get("num_tiles", 0)),
                 num_tiled_tokens=_count(values.get("num_tiled_tokens", 0)),
-                kernels=_row(KernelSettings, values.get("kernels", [])),
+                # Older ones also say whether collectives run over gloo.
+                kernels=_row(
+                    KernelSettings, values.get("kernels", [])[: len(KernelSettings._fields)]
+                ),
             )
             _check(program)
             step = cls(program, tuple(_texts(values["layer_names"])), _count(values["added_bytes"]))

@@ -71,11 +71,10 @@ class RecordingTransport(BlockingTransport):
     ) -> DoneTicket:
         assert isinstance(label, Slot)
         recorder = self._recorder
-        if recorder.has_begun:  # else a micro-batch before the one that is recorded
-            if direction == "offload":
-                recorder.left(label, src, dst.nbytes)
-            else:
-                recorder.came_back(label, dst)
+        if direction == "offload":
+            recorder.left(label, src, dst.nbytes)
+        else:
+            recorder.came_back(label, dst)
         if isinstance(src, FakeTensor):
             return DoneTicket(src.nbytes)  # there is nothing to copy
         with recorder.paused():

@@ -27,7 +27,6 @@ from hf_pyao.engine.transfer.layout import row_length
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.plan.hardware.operation_costs import cost_of, dequantisation_bytes, is_question
-from hf_pyao.plan.step.collectives import CollectiveWaits, collective_of
 from hf_pyao.plan.step.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.plan.step.ledger import without_cache_for
 from hf_pyao.plan.step.loops import Loop
@@ -134,18 +133,15 @@ class StepRecorder(Observer):
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
-        self._collectives = CollectiveWaits()
+        self._num_collectives = 0
+        self._beside: list[int] = []
+        """Which of them run beside compute: reductions."""
         self._loops: dict[Loop | None, None] = {}
 
     @property
     def now(self) -> int:
         """Number of operations so far."""
         return len(self._operations)
-
-    @property
-    def has_begun(self) -> bool:
-        """True from :meth:`begin` on."""
-        return bool(self._layer_names)
 
     def begin(
         self,
@@ -195,10 +191,6 @@ class StepRecorder(Observer):
             ((self._layer_of(name), tensor) for name, tensor in tensors), streamable
         )
 
-    def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record what is there before the step and may go in it, as from its first operation on."""
-        self._storages.note_new(self._storages.new_among(tensors), 0)
-
     def note_loop(self, loop: Loop | None, num_parts: int) -> None:
         """Record that the step takes rows in parts; None: by rules of their own."""
         if loop is not None or num_parts > 1:
@@ -235,10 +227,6 @@ class StepRecorder(Observer):
         self._note_dequantisation(func, args)
         number = self.now
         call = call_of(func, args, kwargs)
-        collective = collective_of(func, args)
-        awaits = self._collectives.before(collective, inputs)
-        if collective is not None:
-            self._collectives.queued(collective, args)
         self._operations.append(
             Operation(
                 func._overloadpacket.__name__,
@@ -250,8 +238,6 @@ class StepRecorder(Observer):
                 workspace_of(call, self._kernels),
                 call,
                 self._storages.weight_reads.of(inputs),
-                collective,
-                awaits,
             )
         )
         self._storages.note_new(made, number)
@@ -269,24 +255,26 @@ class StepRecorder(Observer):
         with without_cache_for(self._fake_mode, func):
             return func(*args, **kwargs)
 
-    def exchanged(
-        self, collective: Collective, into: torch.Tensor | None = None, *, num_beside: int = 0
-    ) -> None:
-        """Record a collective that no operation runs, as :class:`Exchanged` has it."""
-        if self.is_paused:
-            return
-        waits = self._collectives
-        if into is not None:
-            self._wait_beside("all_gather", collective)
-            waits.queued_into((into,))
-            return
-        self._wait_beside("reduce_scatter", collective, waits.before_reduction(num_beside))
-        waits.queued_into(())
-        if num_beside == 0:
-            self._wait_beside("wait", None, 1)
+    def exchanged(self, collective: Collective, num_beside: int) -> None:
+        """Record a collective.
 
-    def _wait_beside(self, name: str, collective: Collective | None, awaits: int = 0) -> None:
+        Args:
+            collective: what it exchanges.
+            num_beside: how many such may run beside compute; with 0 compute waits for this one.
+        """
         self._storages.sweep(self.now)
+        beside, awaits = self._beside, 0
+        if 0 < num_beside <= len(beside):
+            awaits = self._num_collectives - beside[-num_beside]
+        name = "all_gather" if collective.is_gather else "reduce_scatter"
+        self._add_exchange(name, collective, awaits)
+        if num_beside:
+            beside.append(self._num_collectives)
+        else:
+            self._add_exchange("wait", None, 1)
+        self._num_collectives += 1
+
+    def _add_exchange(self, name: str, collective: Collective | None, awaits: int) -> None:
         self._operations.append(
             Operation(name, "", 0.0, 0, False, collective=collective, awaits=awaits)
         )

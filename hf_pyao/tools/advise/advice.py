@@ -36,6 +36,7 @@ from hf_pyao.plan.predict.peak_cause import PeakCause, peak_cause
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
 from hf_pyao.plan.predictor.steps import gradients_held
+from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.advise.script_watch import SeenTraining
 
@@ -128,7 +129,9 @@ class CardStep(CopiedStep):
                 stack.enter_context(operations_of_cuda(*choices, kernels=self._card_kernels))
             yield found
 
-    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
+    def run(
+        self, model: nn.Module, label: Callable[[Tensor, str], None], exchanged: Exchanged
+    ) -> None:
         """Run forward, loss and backward; what modules outside of layers return is named."""
         layers = tuple(f"{name}." for name, _ in find_layers(model).layers)
         handles = []
@@ -137,7 +140,7 @@ class CardStep(CopiedStep):
             if is_leaf and not f"{name}.".startswith(layers):
                 handles.append(module.register_forward_hook(_namer(name, label)))
         try:
-            super().run(model, label)
+            super().run(model, label, exchanged)
         finally:
             for handle in handles:
                 handle.remove()

@@ -41,23 +41,18 @@ class _StepOf:
     def device(self) -> None:
         return None
 
-    @property
-    def runs_all_layers(self) -> bool:
-        return False
-
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         return self.training.model()
 
     def let_gradients_go(self, model: nn.Module) -> None:
         self.training.let_gradients_go(model)
 
-    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
-        return ()
-
     def state_bytes(self, model: nn.Module) -> int:
         return self.training.state_bytes(model)
 
-    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
+    def run(
+        self, model: nn.Module, label: Callable[[Tensor, str], None], exchanged: Exchanged
+    ) -> None:
         self.training.run(model, self.micro_batch, self.sequence_length, label=label)
 
 

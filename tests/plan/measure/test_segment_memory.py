@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_pyao.plan.measure import segment_memory
-from hf_pyao.plan.measure.segment_memory import SegmentMemory, unpredicted_bytes
+from hf_pyao.plan.measure.segment_memory import SegmentMemory, differences, unpredicted_bytes
 
 DEVICE = torch.device("cuda", 0)  # never touched
 
@@ -32,6 +32,8 @@ def found(
     left: Iterator[tuple[int, int]] = iter(looks)
     monkeypatch.setattr(segment_memory, "allocated_and_peak_bytes", lambda device: next(left))
     memory = SegmentMemory(DEVICE, lambda: gradient_bytes)
+    if len(looks) > len(BORDERS) + 1:
+        memory.at_start()
     for phase, is_start in BORDERS:
         memory.at_border(phase, is_start=is_start)
     memory.end()
@@ -41,30 +43,52 @@ def found(
 
 def test_peaks_are_of_the_segment_in_which_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [(100, 100), (130, 140), (131, 150), (160, 190), (165, 400)]
-    looks += [(180, 420), (150, 420), (110, 420)]
+    looks += [(180, 420), (150, 420), (110, 420), (105, 420)]
     assert found(monkeypatch, looks) == {"forward": 90, "head": 300, "backward": 320}
 
 
 def test_an_older_peak_hides_what_lies_between_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [(100, 900), (130, 900), (131, 900), (160, 900), (165, 900)]
-    looks += [(180, 900), (150, 900), (110, 900)]
+    looks += [(180, 900), (150, 900), (110, 900), (105, 900)]
     assert found(monkeypatch, looks) == {"forward": 60, "head": 65, "backward": 80}
 
 
 def test_gradients_that_are_there_do_not_hide_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [(100, 100)] * len(BORDERS)
+    looks = [(100, 100)] * (len(BORDERS) + 1)
     assert found(monkeypatch, looks, gradient_bytes=30)["backward"] == 30
+
+
+def test_what_comes_after_the_layers_is_a_part_of_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [*[(100, 100)] * len(BORDERS), (40, 170)]
+    assert found(monkeypatch, looks)["backward"] == 70
+
+
+def test_what_is_there_before_the_layers_is_of_all_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [(60, 400), *[(100, 400)] * (len(BORDERS) + 1)]
+    grown = found(monkeypatch, looks)
+    assert grown == {"before": 40, "forward": 0, "head": 0, "backward": 0}
+    predicted = {"before": 25, "forward": 4, "head": 6, "backward": 9}
+    assert differences(grown, predicted) == {"forward": 11, "head": 9, "backward": 6}
+    less = {**grown, "before": -50}
+    assert differences(less, predicted) == {"forward": -4, "head": -6, "backward": -9}
 
 
 def test_a_device_that_does_not_count_tells_nothing() -> None:
     memory = SegmentMemory(torch.device("cpu"))
+    memory.at_start()
     memory.at_border("forward", is_start=True)
+    memory.end()
     assert not memory.grown_bytes
-    assert unpredicted_bytes(memory.grown_bytes, {"forward": 5}) == 0
 
 
-def test_the_segment_with_most_beside_the_prediction_counts() -> None:
-    predicted = {"forward": 50, "head": 70, "backward": 60}
-    assert unpredicted_bytes({"forward": 55, "head": 70, "backward": 69}, predicted) == 9
-    assert unpredicted_bytes({"forward": 45, "head": 60}, predicted) == 0
-    assert unpredicted_bytes({"another": 1e9}, predicted) == 0
+def test_of_each_step_its_peak_counts() -> None:
+    more = {"forward": 40, "head": 5, "backward": -3}
+    assert unpredicted_bytes(more, {"forward": 50, "head": 90, "backward": 60}) == 5
+    assert unpredicted_bytes(more, {"forward": 70, "head": 90, "backward": 60}) == 20
+    assert unpredicted_bytes(more, {"forward": 0, "head": 10, "backward": 60}) == 0
+    assert unpredicted_bytes(more, {"another": 7}) == 0
+    assert unpredicted_bytes({}, {"forward": 7}) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor, nn
 
 from hf_pyao.auto.recording import step_recording
 from hf_pyao.engine.stores import HostPool
@@ -13,7 +12,7 @@ from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.step.recording_mode import RecordingStore
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.estimate.recorded_step import _StepOf, recorded_step
+from hf_pyao.tools.estimate.recorded_step import recorded_step
 
 MODELS = (
     "gpt2:n_embd=32,n_head=2,n_layer=3,vocab_size=256",
@@ -42,22 +41,3 @@ def test_the_recorded_step_is_that_of_a_pool(
         return step
 
     assert recorded(RecordingStore) == recorded(lambda: HostPool(2**40, pin=False))
-
-
-def test_a_micro_batch_before_the_recorded_one_copies_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As under ZeRO-3, and under FSDP2 where gradients are accumulated."""
-    calls: list[bool] = []
-
-    def before(self: _StepOf, model: nn.Module, exchanged: object) -> tuple[Tensor, ...]:
-        calls.append(True)
-        self.run(model, lambda tensor, name: None)
-        model.zero_grad()
-        return ()
-
-    training = FakeTraining(config=config_of(parse_model(MODELS[1])))
-    alone = recorded_step(training, 2, 64)
-    monkeypatch.setattr(_StepOf, "before", before)
-    assert recorded_step(training, 2, 64).program.slots == alone.program.slots
-    assert calls

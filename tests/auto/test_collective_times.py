@@ -72,7 +72,7 @@ def test_compute_waits_only_while_a_collective_runs(monkeypatch: pytest.MonkeyPa
     backend = Backend(clock)
     coordinator = Coordinator(backend)
     engine = SimpleNamespace(optimizer=SimpleNamespace(param_coordinator=coordinator))
-    monkeypatch.setattr("hf_pyao.auto.zero_times.zero_engine_of", lambda model: engine)
+    monkeypatch.setattr("hf_pyao.auto.collective_times.zero_engine_of", lambda model: engine)
     monkeypatch.setitem(sys.modules, "deepspeed.comm.comm", SimpleNamespace(cdb=backend))  # type: ignore[arg-type]
     model = nn.Linear(1, 1)
     times = CollectiveTimes(clock, CPU)
