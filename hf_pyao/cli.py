@@ -177,7 +177,7 @@ def _with_steps(document: Document) -> list[Document]:
     if not isinstance(document, Profile) or not (document.timeline or document.program):
         return [document]
     need_torch()
-    from hf_pyao.plan.measure.profile_steps import steps_of
+    from hf_pyao.plan.predictor.profile_steps import steps_of
 
     return [document, *steps_of(document)]
 

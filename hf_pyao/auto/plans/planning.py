@@ -17,7 +17,7 @@ from torch import nn
 from hf_pyao.auto.plans.draft import Draft, Limits, Record, choice_of, chosen_within
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_that_fits
-from hf_pyao.levers import Levers, LeversRefusedError
+from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
@@ -39,10 +39,6 @@ ROOM = 1.25
 dynamic padding the next ones are likely to be larger still."""
 
 AFTER_RUNNING_OUT = "what the device was planned to hold since it ran out of memory"
-
-
-def _no_other(levers: Levers) -> StepProgram:
-    raise LeversRefusedError("the step cannot be recorded again")
 
 
 class PlanMaker:
@@ -103,7 +99,7 @@ class PlanMaker:
             ReportError: the step in it is damaged.
         """
         request = dataclasses.replace(self._request, room=room)
-        once = _recorded_once(record or _no_other)
+        once = None if record is None else _recorded_once(record)
         correction = NO_CORRECTION if smaller is None else smaller.correction
         least_streamed = 0 if smaller is None else smaller.least_streamed
         choice = choice_of(request, profile, once, correction)

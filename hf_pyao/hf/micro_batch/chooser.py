@@ -41,8 +41,9 @@ from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.predictor.choice import SizeChoice, choose_micro_batch, divisors_of, in_words
-from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
 from hf_pyao.plan.predictor.steps import Steps, gradients_held
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.text import describe_error
@@ -151,11 +152,7 @@ class MicroBatchChooser:
         predictor = Predictor(step_at, card, binds)
 
         def best_at(size: int) -> SizedPlan:
-            if self._is_auto:
-                found = predictor.best(size, limit_bytes)
-            else:
-                outcome = predictor.at(size, make_policy(self._config))
-                found = sized_plan(outcome, f"policy {self._config.policy}", limit_bytes)
+            found = predictor.within(size, Way.of_config(self._config), limit_bytes)
             self._found[size] = found
             return found
 

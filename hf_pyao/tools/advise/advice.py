@@ -31,11 +31,11 @@ from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.predict.peak_cause import PeakCause, peak_cause
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
 from hf_pyao.plan.predictor.steps import gradients_held
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.advise.script_watch import SeenTraining
 
@@ -245,12 +245,9 @@ class Adviser:
                 PlanRequest.of_config(config, allocator=AllocatorSettings()),
             )
         predictor = self._predictors[key]
-        if config.policy == "auto":
-            cap_gib = config.device_memory_gib
-            most_bytes = limit_bytes if cap_gib is None else min(limit_bytes, int(cap_gib * GIB))
-            return predictor.best(1, most_bytes)
-        outcome = predictor.at(1, make_policy(config))
-        return sized_plan(outcome, f"policy {config.policy}", limit_bytes)
+        cap_gib = config.device_memory_gib
+        most_bytes = limit_bytes if cap_gib is None else min(limit_bytes, int(cap_gib * GIB))
+        return predictor.within(1, Way.of_config(config), most_bytes)
 
 
 def rounded_up(nbytes: float) -> float:

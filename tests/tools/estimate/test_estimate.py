@@ -20,10 +20,9 @@ from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
-from hf_pyao.tools.estimate.jobs import METHODS
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.verdict_text import verdict
-from hf_pyao.tools.estimate.ways import WAYS
+from hf_pyao.tools.estimate.ways import METHODS, WAYS, chunked
 from tests.helpers.documents import PROVENANCE
 
 PAPER_MODELS = [f"{model}-{size}" for model, size in PAPER_SIZES.items()]
@@ -45,7 +44,7 @@ def rows() -> dict[str, EstimateRow]:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
     estimator = Estimator(config, SMALL, training_state="device", sequence_length=64, window=WINDOW)
     found = [estimator.row(way, with_longest=way.name == "none") for way in WAYS]
-    found += [estimator.row(way, "chunked", with_longest=False) for way in WAYS[:3]]
+    found += [estimator.row(chunked(way), with_longest=False) for way in WAYS[:3]]
     return {row.method: row for row in found}
 
 
@@ -67,7 +66,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, Esti
         assert row.peak_bytes == peak_bytes
         assert row.reserved_bytes is not None
         assert peak_bytes <= row.reserved_bytes <= limit_bytes
-        next_one = estimator.predicted(ways[name], "off", row.largest_micro_batch + 1)
+        next_one, _ = estimator.predicted(ways[name], row.largest_micro_batch + 1)
         assert not next_one.memory.fits(limit_bytes), name
         assert (row.largest_with_expandable_segments or 0) >= row.largest_micro_batch
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.timeline import Span
 from hf_pyao.errors import PyAOError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.step import StepReport
-from hf_pyao.plan.predict.forecast import Forecast
-from hf_pyao.plan.predict.predicted_plans import leaves_as_profiled
+from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.predict.profiled_step import ProfiledStep
 from hf_pyao.plan.predict.step_view import measured_step, predicted_step
+from hf_pyao.plan.predictor.predicted_plans import as_profiled
 
 
 def steps_of(profile: Profile) -> list[StepReport]:
@@ -32,15 +34,16 @@ def steps_of(profile: Profile) -> list[StepReport]:
         )
     try:
         window = profile.settings.get("window")
-        forecast = Forecast(profile, window_bytes=window if isinstance(window, int) else None)
-        prediction = forecast.outcome(leaves_as_profiled(forecast)).timed
+        config = PyAOConfig(window=window if isinstance(window, int) else "layer")
+        profiled = ProfiledStep.of(profile)
+        prediction = as_profiled(profiled, PlanRequest.of_config(config)).timed
     except PyAOError:  # no step in it, or no speed of a link
         return found
-    if forecast.is_blocking:  # where copies run, compute does not: there are no lanes beside it
+    if profiled.is_blocking:  # where copies run, compute does not: there are no lanes beside it
         return found
     found.append(
         predicted_step(
-            forecast.program,
+            profiled.program,
             prediction,
             title=f"{profile.title}: the same, predicted",
             device=profile.device,
