@@ -21,12 +21,17 @@ from hf_pyao.tools.report.views.view import Table
 
 
 def write_page(
-    documents: Sequence[Document], output: str | Path, *, with_plots: bool = True
+    documents: Sequence[Document],
+    output: str | Path,
+    *,
+    with_plots: bool = True,
+    snapshots: Sequence[bytes] = (),
 ) -> list[Path]:
     """Write *documents* to *output*; return the files written, that one first.
 
     ``.md`` gets one PNG for each plot beside it, ``.html`` holds all in one file. ``.json`` gets a
-    Chrome trace, where all documents hold spans.
+    Chrome trace, where all documents hold spans. Memory *snapshots* are ``.pickle`` files beside a
+    page.
 
     Raises:
         ReportError: the suffix is another one, matplotlib is missing, or a file cannot be written.
@@ -43,11 +48,16 @@ def write_page(
     if with_plots and any(kind_of(document).figure for document in documents):
         need_matplotlib()
     try:
+        written = [path]
         if path.suffix == ".html":
             page = html_page(documents, with_plots=with_plots)
             replace_file(path, page.encode("utf-8"))
-            return [path]
-        return _write_markdown(documents, path, with_plots=with_plots)
+        else:
+            written = _write_markdown(documents, path, with_plots=with_plots)
+        for number, snapshot in enumerate(snapshots, start=1):
+            written.append(path.with_name(f"{path.stem}-{number}.pickle"))
+            replace_file(written[-1], snapshot)
+        return written
     except OSError as error:
         reason = error.strerror or error
         raise ReportError(

@@ -237,7 +237,7 @@ def _(folder: Path) -> None:
         def row(self, *_: object, **__: object) -> None:
             raise RuntimeError("Cannot call .item() on a fake tensor")
 
-    options: Any = {"cases": ((jobs.LONG_CONTEXT, "off"),), "options": {}, "micro_batch": None}
+    options: Any = {"ways": (jobs.LONG_CONTEXT,), "options": {}, "micro_batch": None}
     config: Any = SimpleNamespace(model_type="my_model")
     job = jobs.Job(config=config, hardware=None, with_longest=False, **options)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,8 @@ def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> 
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "profile.json"), "-o", str(page)]) == 0
     assert "the last micro-batch, measured" in page.read_text()
+    snapshot = pickle.loads((tmp_path / "page-1.pickle").read_bytes())
+    assert "layers.1" in str(snapshot) or "h.1" in str(snapshot)
     trace = tmp_path / "trace.json"
     assert main(["report", str(tmp_path / "profile.json"), "-o", str(trace)]) == 0
     assert json.loads(trace.read_text())["traceEvents"]
