@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from hf_pyao.plan.predict.peak_cause import NO_LAYER
+from hf_pyao.plan.documents.step import OUTSIDE as NO_LAYER
 from hf_pyao.plan.step.prediction import FREED, MemoryKey, Prediction
 from hf_pyao.plan.step.step_program import OUTSIDE, StepProgram
 
@@ -28,7 +28,8 @@ def memory_snapshot(program: StepProgram, prediction: Prediction) -> bytes:
         prediction: of it.
     """
     first = _aligned(max(program.resident_bytes, 1))
-    address, live, events = first, {}, []
+    address, events = first, []
+    live: dict[MemoryKey, dict[str, Any]] = {}
     for key, size in prediction.memory:
         if size == FREED:
             there = live.pop(key)
