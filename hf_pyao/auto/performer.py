@@ -303,7 +303,7 @@ class AutoActions:
         logger.info("policy 'auto': %s.", beside(times.plan, draft.expected()))
         draft, is_another = self._maker.remeasured(draft, self._grown_bytes)
         if is_another:
-            more = format_bytes(self._maker.unpredicted_bytes)
+            more = format_bytes(self._maker.growth.unpredicted_bytes)
             ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)
             words = f"its step takes {more} more than predicted"
             return on.Judged(on.Corrected(ready, draft, words, frozenset(), is_another=True))

@@ -127,13 +127,17 @@ class AutoPolicy:
     @property
     def summary(self) -> str:
         """What was decided, in one line, and what was measured beside; empty until then."""
-        summary, more_bytes = self.driver.state.summary, self._maker.unpredicted_bytes
+        summary, more_bytes = self.driver.state.summary, self._maker.growth.unpredicted_bytes
         if not summary or not more_bytes:
             return summary
         return (
             f"{summary.removesuffix('.')}; the device's memory was measured to grow by "
             f"{format_bytes(more_bytes)} more than predicted, which is left free."
         )
+
+    def measured_memory(self) -> str:
+        """Say what of the device's memory was measured, beside what was predicted; or nothing."""
+        return str(self._maker.growth)
 
     def show_on(self, say: Callable[[str], None]) -> None:
         """Show what is decided by *say*; it is logged otherwise."""
@@ -290,7 +294,8 @@ class AutoPolicy:
             figures = {
                 **self.plan.figures,
                 **measured_figures(times.plan, times.expected),
-                "unpredicted_bytes": self._maker.unpredicted_bytes,
+                "unpredicted_bytes": self._maker.growth.unpredicted_bytes,
+                **self._maker.growth.figures(),
             }
             found["plan"] = dataclasses.replace(self.plan, figures=figures).to_dict()
         return found

@@ -22,7 +22,7 @@ from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
-from hf_pyao.plan.measure.segment_memory import predicted_growth, unpredicted_bytes
+from hf_pyao.plan.measure.segment_memory import MeasuredGrowth, predicted_growth
 from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
@@ -68,9 +68,9 @@ class PlanMaker:
         self._identity = dict(identity)
         self._parameters = parameters
         self._num_resident = num_resident
-        self.unpredicted_bytes = 0
-        """By how much the step that was measured last takes more than is predicted for it. Every
-        later plan leaves room for that."""
+        self.growth = MeasuredGrowth()
+        """Of the step that was measured last. Every later plan leaves room for what it takes more
+        than is predicted."""
 
     def plan(
         self,
@@ -176,7 +176,7 @@ class PlanMaker:
         if grown_bytes:
             # With copies as early as can be: how early they were is not known.
             predicted = predicted_growth(ran.step.program, ran.outcome.early())
-            self.unpredicted_bytes = unpredicted_bytes(grown_bytes, predicted)
+            self.growth = MeasuredGrowth(grown_bytes, predicted)
 
     def plan_unrecorded(
         self, profile: Profile, num_elements: int, trained: int | None = None
@@ -203,7 +203,7 @@ class PlanMaker:
         assert limit is not None, "nothing is measured where no limit is known"
         resident_bytes = choice.resident_bytes(self._num_resident())
         nbytes = beside_bytes(limit, resident_bytes, self._parameters())
-        limit_bytes = min(limit.nbytes - nbytes - self.unpredicted_bytes, cap_bytes)
+        limit_bytes = min(limit.nbytes - nbytes - self.growth.unpredicted_bytes, cap_bytes)
         how = limit.how if limit_bytes < cap_bytes else AFTER_RUNNING_OUT
         return Limits(limit_bytes, limit.nbytes, nbytes, how)
 

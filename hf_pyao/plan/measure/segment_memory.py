@@ -7,14 +7,20 @@ FSDP2 and ZeRO gather, compiled code, buffers of a user's hooks) is in the measu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
+from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
 
 HEAD = "head"
 """From the end of the last layer's forward to the first backward of a layer."""
+
+OPTIMIZER = "optimizer"
+"""From the end of the layers' backward to the next forward of a layer. No plan of saved tensors
+changes what it takes."""
 
 
 def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int] | None:
@@ -29,11 +35,12 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 class SegmentMemory:
-    """Most bytes that tensors take in forward, head and backward of one micro-batch.
+    """Most bytes that tensors take in forward, head and backward of one micro-batch, and behind it.
 
     They are read where a layer's call begins and ends: what is allocated then, and the peak, which
     is this segment's if it has grown since the last look. Nobody's statistics are reset. So peaks
-    below those of earlier micro-batches are not seen, and what is found is never too much.
+    below those of earlier micro-batches are not seen, and what is found is never too much. What
+    lies behind is seen only where it takes more than anything before.
 
     Args:
         device: where the model is.
@@ -46,16 +53,21 @@ class SegmentMemory:
         self._base_bytes: int | None = None
         self._peak_bytes = 0
         self._segment = FORWARD
-        self._is_over = False
+        self._is_over = self._is_done = False
         self.grown_bytes: dict[str, int] = {}
         """By segment, above what was there when the first layer began, but for gradients."""
 
     def at_border(self, phase: str, *, is_start: bool) -> None:
         """Look, where a layer's forward or backward begins or ends."""
-        found = None if self._is_over else allocated_and_peak_bytes(self._device)
+        found = None if self._is_done else allocated_and_peak_bytes(self._device)
         if found is None:
             return
         allocated_bytes, peak_bytes = found
+        if self._is_over:
+            self._is_done = True
+            if self._base_bytes is not None and peak_bytes > self._peak_bytes:
+                self.grown_bytes[OPTIMIZER] = peak_bytes - self._base_bytes
+            return
         if self._base_bytes is None:
             self._base_bytes = allocated_bytes - self._gradient_bytes()
             self._peak_bytes = peak_bytes
@@ -70,7 +82,7 @@ class SegmentMemory:
             self._segment = HEAD
 
     def end(self) -> None:
-        """Look no more: the micro-batch is over."""
+        """Look once more, where the next one begins: the micro-batch is over."""
         self._is_over = True
 
 
@@ -103,7 +115,32 @@ def predicted_growth(program: StepProgram, prediction: Prediction) -> dict[str, 
     return found
 
 
-def unpredicted_bytes(measured: Mapping[str, float], predicted: Mapping[str, int]) -> int:
-    """Return by how much a step takes more than is predicted, in the segment where that is most."""
-    more = [measured[name] - predicted[name] for name in measured.keys() & predicted.keys()]
-    return int(max([0.0, *more]))
+class MeasuredGrowth(NamedTuple):
+    """By how much memory grows over a step, by segment: measured, and predicted."""
+
+    measured: Mapping[str, int] = {}
+    predicted: Mapping[str, int] = {}
+
+    @property
+    def unpredicted_bytes(self) -> int:
+        """By how much it takes more than is predicted, in the segment where that is most."""
+        both = self.measured.keys() & self.predicted.keys()
+        return max([0, *(self.measured[name] - self.predicted[name] for name in both)])
+
+    def figures(self) -> dict[str, float]:
+        """Return both as figures of a report; empty where nothing was measured."""
+        parts = {"measured_bytes": self.measured, "predicted_bytes": self.predicted}
+        return {
+            f"{what}/{name}": float(nbytes)
+            for what, found in parts.items()
+            for name, nbytes in found.items()
+        }
+
+    def __str__(self) -> str:
+        """Say both in words; empty where nothing was measured."""
+        words = []
+        for name, nbytes in self.measured.items():
+            known = self.predicted.get(name)
+            beside = "" if known is None else f" (predicted: {format_bytes(known)})"
+            words.append(f"{format_bytes(nbytes)} in {name}{beside}")
+        return f"a step was measured to take {', '.join(words)}" if words else ""

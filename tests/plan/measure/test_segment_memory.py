@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_pyao.plan.measure import segment_memory
-from hf_pyao.plan.measure.segment_memory import SegmentMemory, unpredicted_bytes
+from hf_pyao.plan.measure.segment_memory import MeasuredGrowth, SegmentMemory
 
 DEVICE = torch.device("cuda", 0)  # never touched
 
@@ -35,7 +35,9 @@ def found(
     for phase, is_start in BORDERS:
         memory.at_border(phase, is_start=is_start)
     memory.end()
-    memory.at_border("forward", is_start=True)  # reads no more: there is no further look
+    if len(looks) > len(BORDERS):
+        memory.at_border("forward", is_start=True)  # of the next micro-batch
+        memory.at_border("forward", is_start=False)  # reads no more: there is no further look
     return memory.grown_bytes
 
 
@@ -51,6 +53,17 @@ def test_an_older_peak_hides_what_lies_between_borders(monkeypatch: pytest.Monke
     assert found(monkeypatch, looks) == {"forward": 60, "head": 65, "backward": 80}
 
 
+@pytest.mark.parametrize(("peak", "more"), [(440, {"optimizer": 340}), (420, {})])
+def test_an_optimizer_that_takes_more_than_the_layers_is_seen(
+    peak: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = [(100, 100), (130, 140), (131, 150), (160, 190), (165, 400)]
+    looks += [(180, 420), (150, 420), (110, 420), (105, peak)]
+    measured = found(monkeypatch, looks)
+    assert measured == {"forward": 90, "head": 300, "backward": 320, **more}
+    assert MeasuredGrowth(measured, {"backward": 320}).unpredicted_bytes == 0
+
+
 def test_gradients_that_are_there_do_not_hide_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [(100, 100)] * len(BORDERS)
     assert found(monkeypatch, looks, gradient_bytes=30)["backward"] == 30
@@ -60,11 +73,15 @@ def test_a_device_that_does_not_count_tells_nothing() -> None:
     memory = SegmentMemory(torch.device("cpu"))
     memory.at_border("forward", is_start=True)
     assert not memory.grown_bytes
-    assert unpredicted_bytes(memory.grown_bytes, {"forward": 5}) == 0
+    assert MeasuredGrowth(memory.grown_bytes, {"forward": 5}).unpredicted_bytes == 0
 
 
 def test_the_segment_with_most_beside_the_prediction_counts() -> None:
     predicted = {"forward": 50, "head": 70, "backward": 60}
-    assert unpredicted_bytes({"forward": 55, "head": 70, "backward": 69}, predicted) == 9
-    assert unpredicted_bytes({"forward": 45, "head": 60}, predicted) == 0
-    assert unpredicted_bytes({"another": 1e9}, predicted) == 0
+    both = MeasuredGrowth({"forward": 55, "head": 70, "backward": 69}, predicted)
+    assert both.unpredicted_bytes == 9
+    assert both.figures()["measured_bytes/backward"] == 69
+    assert str(both).endswith("69 bytes in backward (predicted: 60 bytes)")
+    assert MeasuredGrowth({"forward": 45, "head": 60}, predicted).unpredicted_bytes == 0
+    assert MeasuredGrowth({"another": 10**9}, predicted).unpredicted_bytes == 0
+    assert not str(MeasuredGrowth())
