@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.trial_step import try_step
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.metrics import format_bytes
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import unwrap_parallel
 from hf_pyao.plan.documents.plan import Plan
@@ -185,16 +184,14 @@ class MicroBatchChooser:
             seen = seen_forward((), self._inputs(batches, size))
         config = self._config
         recomputes = bool(config.recompute_modules) and not self._is_auto  # 'auto' plans it
-        is_other = levers != Levers.of(config)
-        with quiet() if is_other else nullcontext():
-            recorded, _ = record_fake_step(
-                CopiedStep(self._model, seen),
-                levers=levers,
-                recompute_modules=config.recompute_modules if recomputes else (),
-                keep_last_layers=config.effective().keep_last_layers if recomputes else 0,
-                layers=config.layers,
-                must_run_again=is_other,
-            )
+        recorded, _ = record_fake_step(
+            CopiedStep(self._model, seen),
+            levers=levers,
+            recompute_modules=config.recompute_modules if recomputes else (),
+            keep_last_layers=config.effective().keep_last_layers if recomputes else 0,
+            layers=config.layers,
+            is_other=levers != Levers.of(config),
+        )
         program = recorded.whole()
         return dataclasses.replace(
             program,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from hf_pyao.hf.micro_batch.memory_beside import states_share
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError, or_refuse
 from hf_pyao.model.fake_cuda.cuda_choices import choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
@@ -220,12 +219,10 @@ class Adviser:
     def program(self, levers: Levers) -> StepProgram:
         """Return the step with *levers*."""
         if levers not in self._programs:
-            is_other = levers != NO_LEVERS
             step = CardStep(self._found, self._hardware.kernels, is_elsewhere=self._is_elsewhere)
-            with quiet() if is_other else nullcontext():
-                recorded, num_chunks = record_fake_step(
-                    step, levers=levers, must_run_again=is_other
-                )
+            recorded, num_chunks = record_fake_step(
+                step, levers=levers, is_other=levers != NO_LEVERS
+            )
             if levers.head_loss == "chunked" and not num_chunks:
                 raise LeversRefusedError("the model keeps its own loss")
             program = recorded.whole()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from hf_pyao.config import (
     PyAOConfig,
 )
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
@@ -380,16 +379,15 @@ class Estimator:
         key = (family, micro_batch, length)
         if key not in self._recorded:
             self.num_recordings += 1
-            with quiet() if family.is_other else nullcontext():
-                self._recorded[key] = record_step(
-                    dataclasses.replace(self._training, checkpointing=family.checkpointing),
-                    micro_batch,
-                    length,
-                    levers=family.levers,
-                    plan=self.rule_plan() if family.follows_rule else None,
-                    keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
-                    must_run_again=family.is_other,
-                )
+            self._recorded[key] = record_step(
+                dataclasses.replace(self._training, checkpointing=family.checkpointing),
+                micro_batch,
+                length,
+                levers=family.levers,
+                plan=self.rule_plan() if family.follows_rule else None,
+                keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
+                is_other=family.is_other,
+            )
         return self._recorded[key]
 
     @property
