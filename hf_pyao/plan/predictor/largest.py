@@ -28,15 +28,28 @@ def largest_fitting(
 ) -> int:
     """Return the largest size whose peak is within *limit_bytes*; 0 if even 1 is not.
 
-    Asks *peak_bytes* for it, and for the next one (unless it is *most*). Peaks grow with the size,
-    almost in proportion: guesses are on the line through the two nearest peaks known, and in the
-    middle of what is left where that has gained little.
+    Asks *peak_bytes* for it, and for the next two (unless it is *most*): what an allocator reserves
+    may be more for a single size than for the one above.
 
     Args:
         peak_bytes: the peak at a size.
         limit_bytes: what it may be.
         most: the largest size that there is; None: there is no such.
         at_least: a size that is known to fit.
+    """
+    found = _largest_between(peak_bytes, limit_bytes, most, at_least)
+    while found and (most is None or found + 2 <= most) and peak_bytes(found + 2) <= limit_bytes:
+        found = _largest_between(peak_bytes, limit_bytes, most, found + 2)
+    return found
+
+
+def _largest_between(
+    peak_bytes: Callable[[int], int], limit_bytes: int, most: int | None, at_least: int
+) -> int:
+    """Return a size that fits where the next one does not.
+
+    Peaks grow with the size, almost in proportion: guesses are on the line through the two nearest
+    peaks known, and in the middle of what is left where that has gained little.
     """
     left = max(1, at_least)
     known = {left: peak_bytes(left)}
