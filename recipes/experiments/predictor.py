@@ -20,7 +20,7 @@ from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predictor.largest import largest_fitting
+from hf_pyao.plan.predictor.largest import largest_on_a_line
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
@@ -193,7 +193,7 @@ class Predictor:
         def peak_at(size: int) -> int:
             return self.predicted(exact, size, cap_bytes=0).peak_bytes
 
-        return largest_fitting(peak_at, int(cap_bytes))
+        return largest_on_a_line(peak_at, int(cap_bytes))
 
     def codec_ratio(self, system: System) -> float:
         """Return what the codec of *system* leaves of the bytes: the same at any micro-batch."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hf_pyao.levers import Levers
-from hf_pyao.plan.predictor.largest import largest_fitting
+from hf_pyao.plan.predictor.largest import largest_on_a_line
 from studies.published_rows import (
     MODELS,
     NAMES,
@@ -151,7 +151,7 @@ def _line_rows(steps: Steps, model: str, way: Way) -> Iterator[Row]:
     def peak_bytes(micro_batch: int) -> int:
         return int(peak_gb(steps, model, way, micro_batch) * GB)
 
-    found = largest_fitting(peak_bytes, LIMIT_BYTES)
+    found = largest_on_a_line(peak_bytes, LIMIT_BYTES)
     if way.checkpointing:
         explanation = FLATTER
     yield _row(figure, "samples", largest, found, explanation, without.largest)

@@ -31,6 +31,8 @@ class ChunkPlan:
 
     num_tokens: int
     """Tokens in the batch, ignored ones included."""
+    most_tokens: int
+    """Most tokens that a chunk may have."""
     chunk_tokens: int
     """Tokens in every chunk but the last, which may have fewer."""
     chunk_bytes: int
@@ -120,6 +122,7 @@ def plan_chunks(
     chunk_bytes = chunk_tokens * token_bytes(num_vocab, num_hidden, dtype, transforms)
     return ChunkPlan(
         num_tokens=num_tokens,
+        most_tokens=max_chunk_tokens,
         chunk_tokens=chunk_tokens,
         chunk_bytes=chunk_bytes,
     )

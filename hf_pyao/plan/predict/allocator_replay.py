@@ -55,6 +55,9 @@ ACCURACY = 1 / 256
 ROUGHLY = 1 / 48
 """The same where a step is compared with a limit."""
 
+IN_SEARCHES = 1 / 128
+"""The same in a search for the largest size."""
+
 
 class Reserved(NamedTuple):
     """What the allocator reserves while a step runs again and again."""
@@ -204,6 +207,20 @@ class StepMemory:
         if self.fits(limit_bytes):
             return int(min(about, limit_bytes))
         return int(max(about, limit_bytes + 1))
+
+    def needed_about(self, limit_bytes: float) -> int:
+        """Return about :attr:`needed_bytes`, as :meth:`needed_within`, more exactly near the limit.
+
+        Between the peak and what is reserved within the limit; or, if the step does not fit it,
+        between the limit and what is reserved without one.
+        """
+        if self.settings is None or self.peak_bytes > limit_bytes:
+            return self.peak_bytes
+        if self.fits(limit_bytes):
+            least, most = self.peak_bytes, self.reserved_within(limit_bytes)
+        else:
+            least, most = int(limit_bytes), self.reserved().reserved_bytes
+        return self._between(least, most, IN_SEARCHES)
 
     def reserved_about(self, limit_bytes: float) -> int:
         """Return what is reserved, above *limit_bytes* if the step does not fit it.

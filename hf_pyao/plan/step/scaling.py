@@ -41,11 +41,7 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
     """
     sizes = [size for size, _ in points]
     programs = [program for _, program in points]
-    if any(_structure_of(each) != _structure_of(programs[0]) for each in programs[1:]):
-        raise OtherOperationsError(
-            f"the step runs other operations at the sizes {sizes}: record it at the size that "
-            "is wanted."
-        )
+    check_structure(sizes, [structure_of(program) for program in programs])
 
     def at(size: int) -> StepProgram:
         weights = _weights(sizes, size)
@@ -55,20 +51,35 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
             total = sum(w * Fraction(v) for w, v in zip(weights, values, strict=True))
             return max(0, ceil(total))
 
-        return _combined(programs, value)
+        return combined(programs, value)
 
     return at
 
 
-def _combined(
+def check_structure(sizes: Sequence[int], structures: Sequence[object]) -> None:
+    """Check that programs that were recorded at *sizes* are alike.
+
+    Raises:
+        OtherOperationsError: they are not.
+    """
+    if any(structure != structures[0] for structure in structures[1:]):
+        raise OtherOperationsError(
+            f"the step runs other operations at the sizes {sizes}: record it at the size that "
+            "is wanted."
+        )
+
+
+def combined(
     programs: Sequence[StepProgram],
     value: Callable[[tuple[float, ...]], int],
+    num_runs: Callable[[tuple[int, ...]], int] | None = None,
 ) -> StepProgram:
     """Return programs of one structure as one.
 
     Args:
         programs: what is combined.
         value: makes one number of bytes or FLOPs of those that the programs have in a place.
+        num_runs: the same for how often an operation runs; None: all programs agree.
     """
     first = programs[0]
 
@@ -82,9 +93,11 @@ def _combined(
         # Workspaces are rounded up to blocks of kernels: their shapes grow by the polynomial,
         # their bytes do not.
         found = call(tuple(each.call for each in same))
+        runs = same[0].num_runs
         return same[0]._replace(
             flops=float(value(tuple(each.flops for each in same))),
             traffic_bytes=value(tuple(each.traffic_bytes for each in same)),
+            num_runs=num_runs(tuple(each.num_runs for each in same)) if num_runs else runs,
             workspace_bytes=workspace_of(found, first.kernels),
             call=found,
         )
@@ -142,12 +155,17 @@ def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
     return weights
 
 
-def _structure_of(program: StepProgram) -> tuple[object, ...]:
-    """Return what of *program* is no number of bytes or FLOPs."""
+def structure_of(program: StepProgram, *, with_runs: bool = True) -> tuple[object, ...]:
+    """Return what of *program* is no number of bytes or FLOPs.
+
+    Args:
+        program: a step.
+        with_runs: how often operations run too.
+    """
     return (
         [
             (
-                *(each.name, each.path, each.is_kernel, each.num_runs),
+                *(each.name, each.path, each.is_kernel, each.num_runs if with_runs else 0),
                 each.call and each.call.kernel,
             )
             for each in program.operations
@@ -157,9 +175,9 @@ def _structure_of(program: StepProgram) -> tuple[object, ...]:
         [each._replace(nbytes=0) for each in program.packs],
         program.segments,
         program.layer_names,
-        None if program.graph is None else _structure_of_graph(program.graph),
+        None if program.graph is None else _structure_of(program.graph),
     )
 
 
-def _structure_of_graph(graph: LayerGraph) -> tuple[object, ...]:
+def _structure_of(graph: LayerGraph) -> tuple[object, ...]:
     return (graph.layer, graph.operations, [each._replace(nbytes=0) for each in graph.values])

@@ -7,7 +7,7 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -32,11 +32,12 @@ from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.predictor.choice import LENGTH_STEP, LONGEST
-from hf_pyao.plan.predictor.largest import largest_fitting
+from hf_pyao.plan.predictor.largest import largest_fitting, largest_on_a_line
 from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
-from hf_pyao.plan.predictor.sized_memory import SizedMemory
+from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
+from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
@@ -53,8 +54,13 @@ from hf_pyao.tools.simulation.kept_models import KeptModels
 FREE = LeverRoom(segments=True, nested=True, attention=True, groups=True)
 """Levers that a plan may choose."""
 
-FEW = 128
-"""From so many samples on the largest micro-batch may be one less, where that leaves room."""
+SLACK = 1 / 128
+"""Share of a size within which larger ones are not looked for, where each is recorded; and which a
+size may lack that leaves room."""
+
+LIKELY_MICRO_BATCH = 128
+"""Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
+as tiles and chunks are as large as the rows that there are."""
 
 
 class Estimator:
@@ -102,6 +108,8 @@ class Estimator:
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], Outcome] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._shares: dict[AllocatorSettings, float] = {}
+        """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
         self._rule_plan: Plan | None = None
         positions = most_positions(config)
@@ -126,6 +134,7 @@ class Estimator:
             ConfigError: the model has no head that the chunked loss understands.
         """
         length = self.sequence_length
+        self._shares.clear()  # ways that offload the same come to the same
         largest = self.largest_micro_batch(way, self.allocator)
         growing = None
         if not self.allocator.expandable_segments:
@@ -134,7 +143,8 @@ class Estimator:
         shown = micro_batch or max(largest, 1)
         predicted, weights = self.predicted(way, shown)
         prediction = predicted.timed
-        longest = self.longest_sequence(way) if with_longest else None
+        tokens = largest * length
+        longest = self.longest_sequence(way, likely=tokens) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         hidden = None
         if prediction.offloaded_bytes:
@@ -219,8 +229,17 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        found = self._largest(memory_at, allocator, at_least=at_least)
-        if found <= at_least or found < FEW:
+        first = None if family.levers.scales else self._first_on_line(family)
+        is_computed = family.levers.scales or first is not None
+        found = self._largest(
+            family.levers.scales,
+            memory_at,
+            allocator,
+            at_least=at_least,
+            likely=(1, first or LIKELY_MICRO_BATCH) if not at_least else (),
+            slack=0.0 if is_computed else SLACK,
+        )
+        if not is_computed or found <= at_least or SLACK * found < 1:
             return found
         # What fits with a full device may not fit with copies that end at other times: an emulated
         # card ran 144 samples of GPT-2, which leave room, and not 145, which fill the device.
@@ -231,26 +250,49 @@ class Estimator:
 
     def _largest(
         self,
+        is_computed: bool,
         memory_at: Callable[[int], SizedMemory],
         allocator: AllocatorSettings,
         *,
         most: int | None = None,
         at_least: int = 0,
+        likely: Sequence[int] = (),
+        slack: float = SLACK,
+        is_positions: bool = False,
     ) -> int:
         """Return the largest size that fits.
 
         Args:
+            is_computed: steps are computed from a few recordings; False: each one is recorded.
             memory_at: the memory of the step at a size.
             allocator: settings of PyTorch's allocator.
             most: the largest size that there is; None: there is no such.
             at_least: a size that is known to fit.
+            likely: sizes to ask for first, where they are not computed.
+            slack: share of a size within which larger ones are not looked for then.
+            is_positions: *most* is the model's, and as likely as not to fit.
         """
         limit_bytes = self.limit_bytes
+        if is_positions and most is not None and memory_at(most).fits(limit_bytes, allocator):
+            return most
+        if is_computed:
 
-        def reserved_at(size: int) -> int:
-            return memory_at(size).reserved_about(limit_bytes, allocator)
+            def reserved_at(size: int) -> int:
+                return memory_at(size).reserved_about(limit_bytes, allocator)
 
-        return largest_fitting(reserved_at, limit_bytes, most=most, at_least=at_least)
+            return largest_fitting(reserved_at, limit_bytes, most=most, at_least=at_least)
+        share = self._shares.get(allocator, USUAL_SHARE)
+        needed_at = NeededAt(memory_at, limit_bytes, allocator, share, is_recorded=slack > 0)
+        found = largest_on_a_line(
+            needed_at,
+            limit_bytes,
+            most=most,
+            at_least=at_least,
+            likely=likely,
+            slack=slack,
+        )
+        self._shares[allocator] = needed_at.share
+        return found
 
     def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
         """Return the memory of a way to train at a size."""
@@ -338,7 +380,11 @@ class Estimator:
 
     def _computed(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         line = None
-        if micro_batch > 1 and length == self.sequence_length:
+        is_many = micro_batch > 1
+        if is_many and not family.levers.scales:
+            first = self._first_on_line(family)
+            is_many = first is not None and micro_batch > first
+        if is_many and length == self.sequence_length:
             line = self._line(family, "micro-batch", length)
         elif micro_batch == 1 and length != self.sequence_length:
             line = self._line(family, "length", 1)
@@ -354,11 +400,11 @@ class Estimator:
         if key not in self._lines:
             self._lines[key] = None
             points: list[tuple[int, StepProgram]] = []
-            if not family.levers.scales:
-                pass  # chunks and tiles are as large as the rows that there are
+            if what == "micro-batch" and not family.levers.scales:
+                self._lines[key] = self._loop_line(family)
             elif what == "micro-batch":  # a single sample may run other operations
                 points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
-            elif self._longest_multiple >= 3:
+            elif family.levers.scales and self._longest_multiple >= 3:
                 multiples = [1, 2, 3]
                 if self._recorded_multiple(family) > 2:
                     multiples[2] = self._recorded_multiple(family)
@@ -368,6 +414,29 @@ class Estimator:
                 with suppress(OtherOperationsError):
                     self._lines[key] = interpolate(points)
         return self._lines[key]
+
+    def _first_on_line(self, family: Family) -> int | None:
+        """Return the first micro-batch whose step is computed, though it runs loops over rows.
+
+        None if its parts follow rules of their own.
+        """
+        if "off" != family.levers.mlp_tiles or "off" != family.levers.attention_groups:
+            return None
+        return likely_least_size(self._record(family, 1, self.sequence_length))
+
+    def _loop_line(self, family: Family) -> Callable[[int], StepProgram] | None:
+        """Return the step with loops over rows as a function of the micro-batch."""
+        length, first = self.sequence_length, self._first_on_line(family)
+
+        def points(sizes: Iterable[int]) -> list[tuple[int, StepProgram]]:
+            return [(size, self._record(family, size, length)) for size in sizes]
+
+        with suppress(OtherOperationsError):
+            if first is not None:
+                lines = LoopLines(points(sorted({1, first})))
+                if (sizes := lines.telling_sizes(first)) is not None:
+                    return interpolate_loops(points(sizes))
+        return None
 
     def _recorded_multiple(self, family: Family) -> int:
         """Return the multiple of :data:`LENGTH_STEP` that is recorded; 0 if there is none."""
@@ -394,11 +463,12 @@ class Estimator:
     def _longest_multiple(self) -> int:
         return (LONGEST if self.most_length is None else self.most_length) // LENGTH_STEP
 
-    def longest_sequence(self, way: Way) -> int:
+    def longest_sequence(self, way: Way, *, likely: int = 0) -> int:
         """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
 
         Args:
             way: how it is trained.
+            likely: tokens that fit in a micro-batch: about as many will in one sequence.
 
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
@@ -407,13 +477,22 @@ class Estimator:
         if not most:
             return 0  # fewer positions than a step
         family = self._family(way)
+        is_computed = self._line(family, "length", 1) is not None
 
         def memory_at(multiple: int) -> SizedMemory:
             return self._sized(way, family, 1, multiple * LENGTH_STEP)
 
-        if self.most_length is not None and memory_at(most).fits(self.limit_bytes, self.allocator):
-            return self.most_length  # as likely as not
-        return self._largest(memory_at, self.allocator, most=most) * LENGTH_STEP
+        multiple = self._largest(
+            is_computed,
+            memory_at,
+            self.allocator,
+            most=most,
+            likely=[
+                each for each in (self._recorded_multiple(family), likely // LENGTH_STEP) if each
+            ],
+            is_positions=self.most_length is not None,
+        )
+        return multiple * LENGTH_STEP
 
     # ---- plans ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict import allocator_replay
-from hf_pyao.plan.predict.allocator_replay import ACCURACY, StepMemory
+from hf_pyao.plan.predict.allocator_replay import ACCURACY, IN_SEARCHES, StepMemory
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
@@ -200,6 +200,8 @@ def test_what_is_needed_is_where_it_begins_to_fit(settings: AllocatorSettings) -
     assert found.reserved(found.needed_bytes).reserved_bytes <= found.needed_bytes
     for limit in (found.needed_bytes, found.needed_bytes * 0.97):
         assert (found.needed_within(limit) <= limit) == found.fits(limit)
+        assert (found.needed_about(limit) <= limit) == found.fits(limit)
+        assert found.needed_about(limit) == pytest.approx(found.needed_bytes, rel=2 * IN_SEARCHES)
 
 
 def test_a_step_that_gives_memory_back_too_often_does_not_fit(
