@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
@@ -231,12 +232,12 @@ def _wire(
         deciding.made_room()
         record.note_tightened(sentence)
 
+    measured_memory = weakly(deciding.measured_memory, "")
+    remedies = dataclasses.replace(parts.remedies, measured_memory=measured_memory)
     micro_batches = MicroBatchRunner(
-        model, lifecycle, parts.remedies, device, deciding.tightening, note_tightened, guard
+        model, lifecycle, remedies, device, deciding.tightening, note_tightened, guard
     )
-    explain = functools.partial(
-        explain_uncaught, engine=engine, device=device, remedies=parts.remedies
-    )
+    explain = functools.partial(explain_uncaught, engine=engine, device=device, remedies=remedies)
     offloader = Offloader(
         model, found, config, deciding, record, micro_batches, guard, explain=explain
     )

@@ -35,7 +35,8 @@ REPORT_DESCRIPTION = """\
 Turn JSON files that hf_pyao wrote into tables and plots: results of `pyao bench` and `pyao
 estimate`, plans, and the reports and profiles of training runs (--activation_offload_report,
 --activation_offload_profile). Files of another version are refused. An output that ends in .json is
-a Chrome trace of steps, for chrome://tracing and Perfetto.
+a Chrome trace of steps, for chrome://tracing and Perfetto. Beside a page of a profile, a snapshot
+(.pickle) has the memory of its step, for pytorch.org/memory_viz.
 """
 
 REPORT_EPILOG = """\
@@ -161,9 +162,23 @@ def _report(args: argparse.Namespace) -> int:
 
     if args.output.suffix != ".json":
         documents = [part for document in documents for part in _with_steps(document)]
-    for path in write_page(documents, args.output, with_plots=not args.no_plots):
+    snapshots = [] if args.output.suffix == ".json" else _snapshots(documents)
+    with_plots = not args.no_plots
+    for path in write_page(documents, args.output, with_plots=with_plots, snapshots=snapshots):
         say(f"written: {one_line(str(path))}")
     return 0
+
+
+def _snapshots(documents: list[Document]) -> list[bytes]:
+    """Return what is on the device in steps of profiles, for pytorch.org/memory_viz."""
+    from hf_pyao.plan.documents.profile import Profile
+
+    profiles = [each for each in documents if isinstance(each, Profile) and each.program]
+    if not profiles:
+        return []
+    from hf_pyao.plan.predictor.profile_steps import snapshot_of
+
+    return [found for each in profiles if (found := snapshot_of(each)) is not None]
 
 
 def _with_steps(document: Document) -> list[Document]:
@@ -177,7 +192,7 @@ def _with_steps(document: Document) -> list[Document]:
     if not isinstance(document, Profile) or not (document.timeline or document.program):
         return [document]
     need_torch()
-    from hf_pyao.plan.measure.profile_steps import steps_of
+    from hf_pyao.plan.predictor.profile_steps import steps_of
 
     return [document, *steps_of(document)]
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.tools.report.plots.look import LIGHT, Look
+from hf_pyao.tools.report.plots.look import BACK, INK, style
 from result_file import write_result
 
 if TYPE_CHECKING:
@@ -191,39 +191,37 @@ def _draw(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(f"drawn in {path}")
 
 
-def figure_of(rows: list[dict[str, Any]], args: argparse.Namespace, look: Look = LIGHT) -> Figure:
+def figure_of(rows: list[dict[str, Any]], args: argparse.Namespace) -> Figure:
     """Return the plot: what is on the device over the last step, for each way."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.get("curve")]
-    figure = Figure(
-        figsize=(11.0, 1.9 * -(-len(shown) // 2)), layout="constrained", facecolor=look.back
-    )
+    figure = Figure(figsize=(11.0, 1.9 * -(-len(shown) // 2)), layout="constrained", facecolor=BACK)
     all_axes = figure.subplots(-(-len(shown) // 2), 2, sharey=True, squeeze=False).flat
     top = max(row["peak_bytes"] for row in shown) / MIB
     for axes, row in zip(all_axes, shown, strict=False):
-        _draw_way(axes, look, row, top, args.memory_gib)
+        _draw_way(axes, row, top, args.memory_gib)
     for axes in list(all_axes)[len(shown) :]:
         axes.set_axis_off()
     return figure
 
 
-def _draw_way(axes: Axes, look: Look, row: dict[str, Any], top: float, memory_gib: float) -> None:
+def _draw_way(axes: Axes, row: dict[str, Any], top: float, memory_gib: float) -> None:
     from hf_pyao.tools.report.plots.look import NOTHING, OFFLOAD, WAITING
 
-    look.style(axes)
+    style(axes)
     times_s = [at_ms / 1e3 for at_ms, _ in row["curve"]]
     sizes = [nbytes / MIB for _, nbytes in row["curve"]]
-    axes.fill_between(times_s, sizes, color=look.colour(OFFLOAD), alpha=0.3, linewidth=0)
-    axes.plot(times_s, sizes, color=look.colour(OFFLOAD), linewidth=1.0)
+    axes.fill_between(times_s, sizes, color=OFFLOAD.colour, alpha=0.3, linewidth=0)
+    axes.plot(times_s, sizes, color=OFFLOAD.colour, linewidth=1.0)
     limit = memory_gib * GIB / MIB
     if limit < 1.3 * top:
-        axes.axhline(limit, color=look.colour(WAITING), linestyle="--", linewidth=1.0)
-    axes.axvline(row["forward_ms"] / 1e3, color=look.colour(NOTHING), linewidth=0.8, alpha=0.5)
+        axes.axhline(limit, color=WAITING.colour, linestyle="--", linewidth=1.0)
+    axes.axvline(row["forward_ms"] / 1e3, color=NOTHING.colour, linewidth=0.8, alpha=0.5)
     axes.set_ylim(0, top * 1.1)
     axes.set_xlim(0, max(times_s[-1], 1e-9))
     title = f"{row['name']}: peak {row['peak_bytes'] / MIB:,.0f} MiB"
-    axes.set_title(title, loc="left", fontsize=9, color=look.ink)
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_xlabel("seconds; the line: backward begins", fontsize=8)
     axes.set_ylabel("MiB", fontsize=8)
 

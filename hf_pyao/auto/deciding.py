@@ -215,6 +215,10 @@ class Deciding:
         """Say what policy ``auto`` does; empty with others, and before it has decided."""
         return "" if self.auto is None else self.auto.summary
 
+    def measured_memory(self) -> str:
+        """Say what policy ``auto`` measured of the device's memory; empty if nothing."""
+        return "" if self.auto is None else self.auto.measured_memory()
+
     def report(self) -> dict[str, Any]:
         """Return plain values that the run's report is to hold."""
         if self.auto is not None:

@@ -12,7 +12,7 @@ import torch
 
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
-from hf_pyao.auto.machine.states import Mode, Purpose, SetState, Source, State
+from hf_pyao.auto.machine.states import Mode, Question, SetState, Source, State
 from hf_pyao.auto.measuring import num_bare
 from hf_pyao.auto.plans.batch_fit import LARGER, ready_of
 from hf_pyao.auto.plans.correction import CHECKPOINTING, LEAST_TIMED, beside, find_off
@@ -115,12 +115,9 @@ class AutoActions:
     def perform(self, action: do.Action, state: State) -> on.Event | None:
         """Perform *action*; return the event that answers it, if there is one."""
         if isinstance(action, do.MakePlan):
-            answer = self._make_plan(action.purpose, state)
-            return (
-                answer
-                if self._needs_at_once(action.purpose)
-                else self._agreement.if_all_follow(answer)
-            )
+            answer = self._make_plan(state)
+            is_urgent = self._needs_at_once(state.now.question)
+            return answer if is_urgent else self._agreement.if_all_follow(answer)
         if isinstance(action, do.Judge):
             return self._agreement.if_all_follow(self._judge(state.now))
         if isinstance(action, do.TimeMicroBatches):
@@ -143,10 +140,14 @@ class AutoActions:
 
     # ---- other processes -----------------------------------------------------------------------
 
-    def _needs_at_once(self, purpose: Purpose) -> bool:
-        """Say whether this process's next micro-batch needs the plan."""
-        is_for_others = purpose is Purpose.LARGER and self._view.others_have_largest
-        return purpose in _AT_ONCE and not is_for_others
+    def _needs_at_once(self, question: Question) -> bool:
+        """Say whether this process's next micro-batch needs the plan.
+
+        Without it, that would not fit, or its result would be wrong. Other plans are followed by
+        all processes together, two micro-batches later.
+        """
+        is_for_others = bool(question.num_elements) and self._view.others_have_largest
+        return question != Question() and not is_for_others
 
     # ---- timing --------------------------------------------------------------------------------
 
@@ -194,11 +195,11 @@ class AutoActions:
 
     # ---- planning ------------------------------------------------------------------------------
 
-    def _make_plan(self, purpose: Purpose, state: State) -> on.Event:
+    def _make_plan(self, state: State) -> on.Event:
         try:
-            found = self._planned(purpose, state)
+            found = self._planned(state)
         except Exception as error:  # no reason to end a training
-            if purpose is Purpose.MEMORY:
+            if state.now.question.less_memory:
                 warn(
                     logger,
                     "no-tighter-plan",
@@ -208,19 +209,17 @@ class AutoActions:
             return on.NotPlanned(describe_error(error))
         return found
 
-    def _planned(self, purpose: Purpose, state: State) -> on.Event:
-        now = state.now
-        if purpose is Purpose.UNRECORDED:
-            return self._plan_unrecorded(state)
-        if purpose is Purpose.MEASURED:
-            return self._plan_measured(state)
+    def _planned(self, state: State) -> on.Event:
+        now, question = state.now, state.now.question
+        if question == Question():
+            return self._plan_first(state)
         draft: Draft = now.draft
-        if purpose is Purpose.LARGER:
+        if number := question.num_elements:
             steps = self._view.steps(is_newest=True)
-            larger = self._larger(draft, now.num_elements, steps, now.cap_bytes)
-            how = f"for batches of {now.num_elements} elements instead of {draft.num_elements}"
+            larger = self._larger(draft, number, steps, now.cap_bytes)
+            how = f"for batches of {number} elements instead of {draft.num_elements}"
             return self._answer(larger, f"{how}; {larger.limits.how}")
-        if purpose is Purpose.ONCE:
+        if question.is_withdrawn:
             once = draft.in_room(self._view.room())
             return self._answer(once, "of layers that run once")
         tighter = draft.tighter()
@@ -234,9 +233,11 @@ class AutoActions:
         ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)
         return on.Planned(ready, draft, how, **more)
 
-    def _plan_measured(self, state: State) -> on.Event:
+    def _plan_first(self, state: State) -> on.Event:
         """Plan for the largest batch so far: with dynamic padding the first is one of many."""
         view, profile, cap_bytes = self._view, state.now.profile, state.now.cap_bytes
+        if profile is None or profile.program is None:
+            return self._plan_unrecorded(state)
         key = view.key_now()
         if key != self._recorded_key:  # others are trained since the step was recorded
             recorded = self._recorded(view.steps())
@@ -393,12 +394,6 @@ class AutoActions:
             warn(logger, action.key, "%s", action.line)
         else:
             self.say(action.line)
-
-
-_AT_ONCE = (Purpose.LARGER, Purpose.MEMORY, Purpose.ONCE)
-"""Purposes of plans that this process needs for its next micro-batch: without the plan, that would
-not fit, or its result would be wrong. Plans for other purposes are followed by all processes
-together, two micro-batches later."""
 
 
 def _mark(key: bytes | None) -> int | None:

@@ -135,6 +135,10 @@ class AutoPolicy:
             f"{format_bytes(more_bytes)} more than predicted, which is left free."
         )
 
+    def measured_memory(self) -> str:
+        """Say what of the device's memory was measured, beside what was predicted; or nothing."""
+        return str(self._maker.growth)
+
     def show_on(self, say: Callable[[str], None]) -> None:
         """Show what is decided by *say*; it is logged otherwise."""
         self._actions.show_on(say)
@@ -291,6 +295,7 @@ class AutoPolicy:
                 **self.plan.figures,
                 **measured_figures(times.plan, times.expected),
                 "unpredicted_bytes": self._maker.unpredicted_bytes,
+                **self._maker.growth.figures(),
             }
             found["plan"] = dataclasses.replace(self.plan, figures=figures).to_dict()
         return found

@@ -9,7 +9,7 @@ from typing import Any
 from hf_pyao.tools.report.plots.look import (
     BACKWARD,
     FORWARD,
-    LIGHT,
+    INK,
     NOTHING,
     OFFLOAD,
     OURS,
@@ -17,6 +17,9 @@ from hf_pyao.tools.report.plots.look import (
     RECOMPUTE,
     RELOAD,
     WAITING,
+    new_figure,
+    plain,
+    style,
 )
 
 _COLOURS = (NOTHING, OURS, FORWARD, RECOMPUTE, BACKWARD, RELOAD, QUIET, WAITING, OFFLOAD)
@@ -35,22 +38,22 @@ def lines(points: Sequence[Line], x_label: str, y_label: str, *, marks: Sequence
     names = list(dict.fromkeys(point[1] for point in points))
     figure = Figure(figsize=(3.6 * len(panels) + 1, 3.8), layout="constrained", facecolor="white")
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        LIGHT.style(axes)
+        style(axes)
         for number, name in enumerate(names):
             found = sorted((p[2], p[3]) for p in points if p[:2] == (panel, name))
             if found:
                 axes.plot(
                     *zip(*found, strict=True),
-                    color=LIGHT.colour(_COLOURS[number % len(_COLOURS)]),
+                    color=_COLOURS[number % len(_COLOURS)].colour,
                     marker=_MARKERS[number % len(_MARKERS)],
                     markersize=5,
                     linewidth=1.3,
-                    label=LIGHT.plain(name),
+                    label=plain(name),
                 )
         crossed = [(p[2], p[3]) for p in marks if p[0] == panel]
         if crossed:
             axes.plot(*zip(*crossed, strict=True), "x", color="#c0392b", markersize=10, mew=1.6)
-        axes.set_title(panel, fontsize=10, color=LIGHT.ink)
+        axes.set_title(panel, fontsize=10, color=INK)
         axes.set_xlabel(x_label)
         axes.set_ylim(bottom=0)
     figure.axes[0].set_ylabel(y_label)
@@ -73,7 +76,7 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
     """Draw bars: group, name, height."""
     groups = list(dict.fromkeys(bar[0] for bar in bars))
     names = list(dict.fromkeys(bar[1] for bar in bars))
-    figure, axes = LIGHT.figure(8.5, 3.8)
+    figure, axes = new_figure(8.5, 3.8)
     width = 0.84 / max(1, len(names))
     for number, name in enumerate(names):
         heights = {bar[0]: bar[2] for bar in bars if bar[1] == name}
@@ -82,10 +85,10 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
             at,
             list(heights.values()),
             width * 0.92,
-            color=LIGHT.colour(_COLOURS[number % len(_COLOURS)]),
+            color=_COLOURS[number % len(_COLOURS)].colour,
             hatch=_HATCHES[number % len(_HATCHES)],
             edgecolor="white",
-            label=LIGHT.plain(name),
+            label=plain(name),
         )
     longest = max(14, 84 // max(1, len(groups)))
     axes.set_xticks(
@@ -104,4 +107,4 @@ def _legend(figure: Any) -> None:
         handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False
     )
     for text in legend.get_texts():
-        text.set_color(LIGHT.ink)
+        text.set_color(INK)

@@ -21,12 +21,13 @@ from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predictor.largest import largest_on_a_line
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
-from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, WAYS, Way
+from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, METHODS, chunked
 from hf_pyao.tools.simulation.late_transport import LateTransport
 
 HALF_BYTES = 2
@@ -236,7 +237,7 @@ class Predictor:
             estimator = copy.copy(estimator)
             estimator.window_bytes = DEFAULT_WINDOW_BYTES
             estimator.limit_bytes = int(cap_bytes)
-        return estimator.predicted(_way_of(system), system.head_loss, micro_batch)[0]
+        return estimator.predicted(_way_of(system), micro_batch)[0]
 
 
 def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:
@@ -246,14 +247,13 @@ def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:
 
 
 def _way_of(system: System) -> Way:
-    if system.is_auto:
-        return AUTO
     if system.is_long_context:
         return LONG_CONTEXT
     ours = "policy pyao" if system.is_selective else "policy all"
     name = ours if system.is_pyao else "none"
     name = "checkpointing" if system.checkpointing else name
-    return next(way for way in WAYS if way.name == name)
+    way = AUTO if system.is_auto else METHODS[name]
+    return chunked(way) if system.head_loss == "chunked" else way
 
 
 def scale_copies(program: StepProgram, ratio: float) -> StepProgram:

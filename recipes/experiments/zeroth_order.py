@@ -18,7 +18,7 @@ import torch
 
 from experiments.experiment import Options
 from experiments.rows import Result, Row
-from hf_pyao.plan.weights.visit_clock import VisitClock, VisitTimes, least_step_ms
+from experiments.visit_clock import VisitClock, VisitTimes, least_step_ms
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.zeroth_order.estimate import GB, Choices, zeroth_order_memory
 

@@ -17,8 +17,7 @@ from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.tools.estimate.common_arguments import training_fields
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.estimate.verdict_text import CHUNKED
-from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT
+from hf_pyao.tools.estimate.ways import METHODS
 from on_gpu.parts import PARTS
 from on_gpu.rows import CAP_GIB, WAYS, Row, all_rows
 
@@ -61,9 +60,7 @@ def _predicted(row: Row, card: str, estimators: dict[Any, Estimator]) -> dict[st
         if key not in estimators:
             estimators[key] = _estimator(row, card, budget_gib)
         estimator = estimators[key]
-        found = next(each for each in (*ALL_WAYS, LONG_CONTEXT) if name.startswith(each.name))
-        head_loss = "chunked" if name.endswith(CHUNKED) or found is LONG_CONTEXT else "off"
-        predicted, _ = estimator.predicted(found, head_loss, row.micro_batch)
+        predicted, _ = estimator.predicted(METHODS[name], row.micro_batch)
     except PyAOError as error:
         return {"reason": f"{error}"}
     step = {
@@ -75,7 +72,7 @@ def _predicted(row: Row, card: str, estimators: dict[Any, Estimator]) -> dict[st
         program = predicted.program
         streamed = predict(
             with_streamed_blocks(program, range(program.num_layers)),
-            estimator.leaves(found, program),
+            estimator.leaves(METHODS[name], program),
             window_bytes=DEFAULT_WINDOW_BYTES,
             times_ms=operation_times_ms(program, estimator.hardware.device),
             link=estimator.hardware.link,

@@ -85,7 +85,7 @@ def program_with(model: str, micro_batch: int, length: int, levers: Levers) -> S
     """Return the recorded step of a model with *levers*."""
     training = training_of(model)
     return or_refuse(
-        lambda: record_step(training, micro_batch, length, levers=levers, must_run_again=True)
+        lambda: record_step(training, micro_batch, length, levers=levers, is_other=True)
     )
 
 

@@ -13,8 +13,10 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.correction import COMPUTE, COPIES, REBUILDING, Finding, find_off
 from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch
+from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
+from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.solve.correction import Correction, ExpectedTimes
 from tests.auto.test_auto_policy import (
@@ -211,6 +213,25 @@ def test_compute_that_slows_down_after_the_profile_gets_a_faster_plan(
     lines = [record.getMessage() for record in caplog.records]
     assert sum("(compute takes 1.5" in line for line in lines) == 1
     assert not any("drops its plan" in line for line in lines)
+
+
+@pytest.mark.thorough
+def test_what_another_process_takes_counts_for_the_next_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, config = model_and_cap()
+    assert config.device_memory_gib is not None
+    config = replace(config, device_memory_gib=1.2 * config.device_memory_gib)
+    least_bytes = int(config.device_memory_gib * GIB / 1.1)
+    with attach(model, config, transport=transport()) as offloader:
+        times_of_steps(offloader, model, NUM_MEASURED + 1, SPEEDS)
+        first = offloader.plan
+        assert first is not None and first.facts.peak_bytes > least_bytes
+        limit = DeviceLimit(least_bytes, 0, "what the other process leaves")
+        monkeypatch.setattr(AutoSettings, "device_limit", lambda *_: limit)
+        times_of_steps(offloader, model, 3 * NUM_MEASURED, SPEEDS)
+        assert offloader.plan is not None
+        assert offloader.plan.facts.peak_bytes <= least_bytes
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from hf_pyao.auto.machine.rules import MOST_ROUNDS
 from hf_pyao.auto.machine.states import (
     Mode,
     Options,
-    Purpose,
+    Question,
     Ready,
     SetState,
     Source,
@@ -91,7 +91,7 @@ def test_it_measures_times_plans_and_checks() -> None:
     assert state.mode is Mode.TIMING and of(actions, do.TimeMicroBatches).is_of_plan is False
     state, actions = run(state, on.Timed([3.0]))
     assert state.mode is Mode.RECORDING and state.now.times.fallback == [3.0]
-    assert of(actions, do.MakePlan).purpose is Purpose.MEASURED
+    assert of(actions, do.MakePlan) and state.now.question == Question()
     state, actions = run(state, planned())
     assert state.mode is Mode.CHECKING and state.target is Target.PLAN
     assert of(actions, do.Use) == do.Use(Target.PLAN, Options.PLAN, ready())
@@ -121,7 +121,7 @@ def test_timing_does_not_wait_for_ever() -> None:
 
 def test_without_a_recorded_step_it_plans_without_timing() -> None:
     state, actions = run(AUTO, on.Starts(), on.Profiled("profile", is_recorded=False))
-    assert of(actions, do.MakePlan).purpose is Purpose.UNRECORDED
+    assert of(actions, do.MakePlan) and state.now.question == Question()
     gave_up, actions = run(state, on.NotPlanned("it is compiled", is_error=False))
     assert gave_up.mode is Mode.GAVE_UP and gave_up.target is Target.CONFIGURED
     assert not of(actions, do.Say).key and of(actions, do.Tell).ready is None
@@ -157,7 +157,7 @@ def test_an_interrupt_in_planning_leaves_what_decided_before() -> None:
     state, _ = run(state, on.Interrupted())
     assert state.mode is Mode.FOLLOWING and state.now.ready == ready()
     state, actions = run(state, on.Forward(9, fits=False))
-    assert of(actions, do.MakePlan).purpose is Purpose.LARGER
+    assert of(actions, do.MakePlan) and state.now.question == Question(num_elements=9)
 
 
 # ---- plans that stop fitting ---------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_an_interrupt_in_planning_leaves_what_decided_before() -> None:
 
 def test_larger_batches_get_a_plan_of_their_own_or_none() -> None:
     state, actions = run(AUTO, *CHECKED, on.Forward(9, fits=False))
-    assert of(actions, do.MakePlan).purpose is Purpose.LARGER
+    assert of(actions, do.MakePlan) and state.now.question == Question(num_elements=9)
     larger, _ = run(state, planned("larger"))
     assert larger.now.ready == ready("larger") and larger.mode is Mode.CHECKING
     none, actions = run(state, on.NotPlanned("the step is damaged"))
@@ -191,7 +191,11 @@ def test_a_plan_for_other_parameters_is_made_anew() -> None:
 
 def test_layers_that_may_not_run_again() -> None:
     state, actions = run(AUTO, *CHECKED, on.Refused("of a hook"))
-    assert of(actions, do.MakePlan).purpose is Purpose.ONCE and state.target is Target.PLAN
+    assert (
+        of(actions, do.MakePlan)
+        and state.now.question == Question(is_withdrawn=True)
+        and state.target is Target.PLAN
+    )
     state, _ = run(AUTO, on.PlanGiven(ready(), "a file"), on.Trained(A), on.Refused("of a hook"))
     assert state.mode is Mode.MEASURING
 
@@ -294,7 +298,7 @@ def test_a_plan_that_loses_is_dropped() -> None:
 
 def test_tighter_plans_come_before_the_ladder() -> None:
     state, actions = run(AUTO, *CHECKED, on.OutOfMemory())
-    assert of(actions, do.MakePlan).purpose is Purpose.MEMORY
+    assert of(actions, do.MakePlan) and state.now.question == Question(less_memory=True)
     tighter, actions = run(state, planned("tighter", cap_bytes=5.0))
     assert tighter.mode is Mode.CHECKING and tighter.now.cap_bytes == 5.0
     assert of(actions, do.Answer).words == "does tighter"
@@ -337,7 +341,7 @@ def test_wrong_second_runs_are_ended_at_once() -> None:
     assert state.mode is Mode.ONCE
     assert of(actions, do.Use) == do.Use(Target.EVERYTHING, Options.ONCE)
     state, actions = run(state, on.Forward(8))
-    assert of(actions, do.MakePlan).purpose is Purpose.ONCE
+    assert of(actions, do.MakePlan) and state.now.question == Question(is_withdrawn=True)
     assert state.target is Target.EVERYTHING
     state, _ = run(state, planned("once"))
     assert state.target is Target.PLAN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hf_pyao.auto.machine.states import Options, Purpose, Ready, Target
+from hf_pyao.auto.machine.states import Options, Ready, Target
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ class ForgetForward:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Make a plan; answered by :class:`Planned` or :class:`NotPlanned`."""
-
-    purpose: Purpose
+    """Make a plan for the state's question; answered by :class:`Planned` or :class:`NotPlanned`."""
 
 
 @dataclass(frozen=True)

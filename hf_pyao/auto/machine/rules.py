@@ -11,7 +11,7 @@ from hf_pyao.auto.machine.states import (
     RUNG_WORDS,
     Mode,
     Options,
-    Purpose,
+    Question,
     SetState,
     Source,
     State,
@@ -104,14 +104,14 @@ def profiled(state: State, event: on.Profiled) -> Result:
     if not event.is_first_rank:
         return replace(update(state, mode=Mode.LISTENING), hears=True), ()
     if not event.is_recorded:
-        return record(state, Purpose.UNRECORDED, profile=event.profile)
+        return record(state, Question(), profile=event.profile)
     state = update(state, mode=Mode.TIMING, profile=event.profile, num_forwards=0)
     return state, (do.TimeMicroBatches(is_of_plan=False),)
 
 
 def timed_fallback(state: State, event: on.Timed) -> Result:
     times = Times(fallback=event.times)
-    state, actions = record(state, Purpose.MEASURED, times=times)
+    state, actions = record(state, Question(), times=times)
     return state, (do.StopTiming(), *actions)
 
 
@@ -140,21 +140,21 @@ def planned(state: State, event: on.Planned) -> Result:
         state = replace(state, key=event.key, first=first, before=before)
     if event.cap_bytes is not None:
         state = update(state, cap_bytes=event.cap_bytes)
-    is_after_memory = state.now.purpose is Purpose.MEMORY
+    is_after_memory = state.now.question.less_memory
     state, actions = adopt(state, event.ready, event.how, event.source, event.draft)
     return state, (*actions, do.Answer(event.ready.words)) if is_after_memory else actions
 
 
 def not_planned(state: State, event: on.NotPlanned) -> Result:
-    now, name = state.now, state.name
-    if now.purpose is Purpose.MEMORY:
-        return next_rung(state, on.OutOfMemory(now.runs_again))
-    if now.purpose in (Purpose.LARGER, Purpose.ONCE):
-        for_what = f"batches of {now.num_elements} elements"
-        if now.purpose is Purpose.ONCE:
+    question, name = state.now.question, state.name
+    if question.less_memory:
+        return next_rung(state, on.OutOfMemory(question.runs_again))
+    if question != Question():
+        for_what = f"batches of {question.num_elements} elements"
+        if question.is_withdrawn:
             for_what = "layers that run once"
         summary = f"policy {name!r} offloads everything: no plan was found for {for_what}"
-        options = Options.UNCHANGED if now.purpose is Purpose.LARGER else Options.CONFIGURED
+        options = Options.CONFIGURED if question.is_withdrawn else Options.UNCHANGED
         back = do.Use(Target.CONFIGURED, options)
         line = warn("offloads-everything", f"{summary} ({event.why}).")
         return give_up(state, summary, do.StopTiming(), back, line)
@@ -205,7 +205,7 @@ def forward(state: State, event: on.Forward) -> Result:
     if now.source is Source.UNRECORDED:
         return measure_anew(state, "batches are larger than those that were measured")
     if now.source is Source.PLANNED and now.draft is not None:
-        state, actions = record(state, Purpose.LARGER, num_elements=event.num_elements)
+        state, actions = record(state, Question(num_elements=event.num_elements))
         return state, (do.StopTiming(), *actions)
     summary = (
         f"policy {state.name!r} offloads everything: its plan is for batches of "
@@ -263,7 +263,7 @@ def refused(state: State, event: on.Refused) -> Result:
     )
     can_plan = state.now.source is Source.PLANNED and state.now.draft is not None
     if can_plan and not state.hears:
-        state, actions = record(state, Purpose.ONCE)
+        state, actions = record(state, Question(is_withdrawn=True))
         return state, (line, do.StopTiming(), *actions)
     state, actions = measure_anew(state, NOT_FOLLOWED)
     return state, (line, *actions)
@@ -312,7 +312,7 @@ def second_run_final(state: State, event: on.SecondRunWrong) -> Result:
 def forward_after_once(state: State, event: on.Forward) -> Result:
     if state.now.draft is None or state.hears:
         return measure_anew(state, NOT_FOLLOWED)
-    return record(state, Purpose.ONCE, num_elements=event.num_elements)
+    return record(state, Question(is_withdrawn=True))
 
 
 def failed_after_once(state: State, event: on.Failed) -> Result:
@@ -327,7 +327,7 @@ def failed_after_once(state: State, event: on.Failed) -> Result:
 def out_of_memory(state: State, event: on.OutOfMemory) -> Result:
     if state.now.source is not Source.PLANNED or state.now.draft is None:
         return next_rung(state, event)
-    state, actions = record(state, Purpose.MEMORY, runs_again=event.runs_again)
+    state, actions = record(state, Question(less_memory=True, runs_again=event.runs_again))
     return state, (do.StopTiming(), *actions)
 
 

@@ -59,16 +59,6 @@ class Options(Enum):
     ONCE = "each layer once"
 
 
-class Purpose(Enum):
-    """Why a plan is made."""
-
-    MEASURED = "for the step that was measured"
-    UNRECORDED = "for a step that could not be recorded"
-    LARGER = "for larger batches"
-    ONCE = "for layers that run once"
-    MEMORY = "for less memory"
-
-
 ALL_STREAMED = (
     "the frozen weights of all layers are streamed from the host; where they were already, those "
     "of embeddings and head are on the host"
@@ -121,6 +111,20 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a plan is made for: as it stands, the step that was measured, in what the device has."""
+
+    num_elements: int = 0
+    """Of a larger batch, whose step is planned for instead; 0: none."""
+    less_memory: bool = False
+    """Within less than the plan needs that ran out of memory."""
+    runs_again: bool = False
+    """True if layers ran again as a whole then."""
+    is_withdrawn: bool = False
+    """Layers may not run again as the plan before had it."""
+
+
+@dataclass(frozen=True)
 class SetState:
     """What is known and done for one set of trained parameters."""
 
@@ -132,12 +136,8 @@ class SetState:
     """What a plan can be made anew from; None if it cannot."""
     profile: Any = None
     """What was measured; None before, and once a plan was made from it."""
-    purpose: Purpose = Purpose.MEASURED
-    """Why a plan is being made, in RECORDING."""
-    num_elements: int = 0
-    """Of the batch that a plan is being made for, in RECORDING."""
-    runs_again: bool = False
-    """True if layers ran again as a whole when memory ran out, in RECORDING."""
+    question: Question = Question()
+    """What a plan is being made for, in RECORDING."""
     num_forwards: int = 0
     """Since timing began, in TIMING."""
     times: Times = Times()
@@ -190,7 +190,7 @@ class State:
             return Target.NOTHING
         if self.mode is Mode.ONCE:
             return Target.EVERYTHING
-        is_withdrawn = self.mode is Mode.RECORDING and self.now.purpose is Purpose.ONCE
+        is_withdrawn = self.mode is Mode.RECORDING and self.now.question.is_withdrawn
         if is_withdrawn and self.now.ready is None:
             return Target.EVERYTHING
         return Target.CONFIGURED if self.now.ready is None else Target.PLAN

@@ -9,7 +9,7 @@ from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine.states import (
     Mode,
     Options,
-    Purpose,
+    Question,
     Ready,
     SetState,
     Source,
@@ -90,7 +90,7 @@ def measure_anew(state: State, why: str) -> Result:
     return state, (*exchange, said, do.ForgetForward(), do.Measure())
 
 
-def record(state: State, purpose: Purpose, **changes: Any) -> Result:
+def record(state: State, question: Question, **changes: Any) -> Result:
     """Make a plan."""
-    state = update(state, mode=Mode.RECORDING, purpose=purpose, **changes)
-    return state, (do.MakePlan(purpose),)
+    state = update(state, mode=Mode.RECORDING, question=question, **changes)
+    return state, (do.MakePlan(),)

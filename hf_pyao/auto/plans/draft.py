@@ -19,6 +19,7 @@ from hf_pyao.plan.options.chosen_levers import ChosenLevers, LeverRoom
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD
+from hf_pyao.plan.predict.profiled_step import ProfiledStep
 from hf_pyao.plan.predictor.predictor import Predictor
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate
@@ -62,8 +63,8 @@ class Draft:
     num_elements: int
     """Of the batch of the step that is planned for."""
     request: PlanRequest
-    record: Record
-    """Records the step with other levers, each once."""
+    record: Record | None
+    """Records the step with other levers, each once; None: it cannot be."""
     limits: Limits
     choice: StreamingChoice
     identity: Mapping[str, Any]
@@ -229,7 +230,10 @@ class Draft:
 
 
 def choice_of(
-    request: PlanRequest, profile: Profile, record: Record, correction: Correction = NO_CORRECTION
+    request: PlanRequest,
+    profile: Profile,
+    record: Record | None,
+    correction: Correction = NO_CORRECTION,
 ) -> StreamingChoice:
     """Return what chooses a plan, and the blocks that are streamed, for the step of *profile*.
 
@@ -237,7 +241,8 @@ def choice_of(
         ForecastError: the profile does not hold what a prediction needs.
         ReportError: the step in it is damaged.
     """
-    return Predictor.of_profile(profile, request, record, correction=correction).choice()
+    profiled = ProfiledStep.of(profile)
+    return Predictor.of_profile(profiled, request, record, correction=correction).choice()
 
 
 def chosen_within(

@@ -17,12 +17,13 @@ from torch import nn
 from hf_pyao.auto.plans.draft import Draft, Limits, Record, choice_of, chosen_within
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_that_fits
-from hf_pyao.levers import Levers, LeversRefusedError
+from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.measure.segment_memory import (
+    MeasuredGrowth,
     differences,
     largest,
     predicted_growth,
@@ -45,10 +46,6 @@ ROOM = 1.25
 dynamic padding the next ones are likely to be larger still."""
 
 AFTER_RUNNING_OUT = "what the device was planned to hold since it ran out of memory"
-
-
-def _no_other(levers: Levers) -> StepProgram:
-    raise LeversRefusedError("the step cannot be recorded again")
 
 
 class PlanMaker:
@@ -78,6 +75,8 @@ class PlanMaker:
         self._identity = dict(identity)
         self._parameters = parameters
         self._num_resident = num_resident
+        self.growth = MeasuredGrowth()
+        """Of the step that was measured last."""
         self.unpredicted_bytes = 0
         """By how much the plan that was made last is expected to take more than is predicted."""
         self._more: dict[str, int] = {}
@@ -111,7 +110,7 @@ class PlanMaker:
             ReportError: the step in it is damaged.
         """
         request = dataclasses.replace(self._request, room=room)
-        once = _recorded_once(record or _no_other)
+        once = None if record is None else _recorded_once(record)
         correction = NO_CORRECTION if smaller is None else smaller.correction
         least_streamed = 0 if smaller is None else smaller.least_streamed
         choice = choice_of(request, profile, once, correction)
@@ -194,6 +193,7 @@ class PlanMaker:
         """Compare what was measured with the least that is predicted for what *ran*."""
         if grown_bytes:
             predicted = _growth(ran)
+            self.growth = MeasuredGrowth(grown_bytes, predicted)
             more = differences(grown_bytes, predicted)
             # A profile is of all ranks, a plan is measured on this one.
             self._more = largest((self._more, more)) if process_rank().num_ranks > 1 else more

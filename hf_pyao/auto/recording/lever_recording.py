@@ -14,7 +14,6 @@ from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.errors import ConflictError
 from hf_pyao.levers import Levers, or_refuse
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers, is_made_to_run_again
 from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.map.wrappers import class_name
@@ -43,10 +42,8 @@ class LeverRecorder:
         """
 
         def record() -> StepProgram:
-            with quiet():
-                recorded, _ = record_fake_step(
-                    self._make_step(), levers=levers, layers=self._layers, must_run_again=True
-                )
+            step = self._make_step()
+            recorded, _ = record_fake_step(step, levers=levers, layers=self._layers, is_other=True)
             return recorded.whole()
 
         return or_refuse(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.rerun.bare_thread import bare_thread
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
-from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
+from hf_pyao.model.fake_cuda.quiet import quiet, quiet_fake_tensors
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
@@ -96,11 +96,12 @@ def _with_all_layers_if_it_must(
 
     @functools.wraps(record)
     def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[RecordedStep, int]:
-        try:
-            return record(*args, **kwargs)
-        except _LayersAreMissingError:
-            kwargs["is_whole"] = True
-            return record(*args, **kwargs)
+        with quiet() if kwargs.get("is_other") else nullcontext():
+            try:
+                return record(*args, **kwargs)
+            except _LayersAreMissingError:
+                kwargs["is_whole"] = True
+                return record(*args, **kwargs)
 
     return recorded
 
@@ -115,7 +116,7 @@ def record_fake_step(
     keep_last_layers: int = 0,
     layers: Sequence[str] = (),
     is_whole: bool = False,
-    must_run_again: bool = False,
+    is_other: bool = False,
     proofs: Proofs | None = None,
     equal_layers: EqualLayers | None = None,
 ) -> tuple[RecordedStep, int]:
@@ -131,7 +132,8 @@ def record_fake_step(
         layers: ``PyAOConfig.layers``; where they are named, all are run.
         is_whole: run all layers, also where some stand for others. They are run too where the
             step fails without (a model that takes the hidden states of a certain layer).
-        must_run_again: with segments, each layer has to take part.
+        is_other: *levers* are looked at beside those that are configured. Nothing is said of the
+            step, and with segments each layer has to take part.
         proofs: what is known of equal MLPs from other steps of the model; None: nothing.
         equal_layers: what is known of its layers from them; None: nothing.
 
@@ -204,7 +206,7 @@ def record_fake_step(
                 removed.put_back()
         loss, tiles = installed.head_loss, installed.mlp_tiles
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
-        if must_run_again and lifecycle.refused:
+        if is_other and lifecycle.refused:
             raise LeversRefusedError(f"a layer does not run again: {lifecycle.refused}")
         program = recorder.program(resident_bytes + state_bytes)
         cut = None if tiles is None else tiles.last_plan

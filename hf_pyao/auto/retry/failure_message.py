@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -36,6 +37,8 @@ class Remedies:
     """How the loss is computed."""
     labels: Labels = field(default_factory=Labels, compare=False)
     """How messages call the fields."""
+    measured_memory: Callable[[], str] = field(default=lambda: "", compare=False)
+    """Says what a step was measured to take on the device, beside what was predicted."""
 
     @classmethod
     def of(cls, config: EffectiveConfig, labels: Labels) -> Remedies:
@@ -106,7 +109,7 @@ class MemoryFailure:
         # Never the words that others look for to try a smaller batch unasked.
         return (
             f"a micro-batch did not fit into device memory {self.describe()}. It is not run again: "
-            f"{reason}. {self._figures()} "
+            f"{reason}. {self._figures()} {_sentence(remedies.measured_memory())}"
             f"The biggest lever: {self._lever(remedies)}. {self._cap()}"
         )
 
@@ -183,6 +186,10 @@ def explain_uncaught(
         remedies,
         "that takes offloader.run_micro_batch(function), or a Trainer with PyAOTrainerMixin",
     )
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}. " if words else ""
 
 
 def _peak(device: torch.device, function: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.trial_step import try_step
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.metrics import format_bytes
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import unwrap_parallel
 from hf_pyao.plan.documents.plan import Plan
@@ -41,8 +40,9 @@ from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.predictor.choice import SizeChoice, choose_micro_batch, divisors_of, in_words
-from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
 from hf_pyao.plan.predictor.steps import Steps, gradients_held
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.text import describe_error
@@ -151,11 +151,7 @@ class MicroBatchChooser:
         predictor = Predictor(step_at, card, binds)
 
         def best_at(size: int) -> SizedPlan:
-            if self._is_auto:
-                found = predictor.best(size, limit_bytes)
-            else:
-                outcome = predictor.at(size, make_policy(self._config))
-                found = sized_plan(outcome, f"policy {self._config.policy}", limit_bytes)
+            found = predictor.within(size, Way.of_config(self._config), limit_bytes)
             self._found[size] = found
             return found
 
@@ -188,16 +184,14 @@ class MicroBatchChooser:
             seen = seen_forward((), self._inputs(batches, size))
         config = self._config
         recomputes = bool(config.recompute_modules) and not self._is_auto  # 'auto' plans it
-        is_other = levers != Levers.of(config)
-        with quiet() if is_other else nullcontext():
-            recorded, _ = record_fake_step(
-                CopiedStep(self._model, seen),
-                levers=levers,
-                recompute_modules=config.recompute_modules if recomputes else (),
-                keep_last_layers=config.effective().keep_last_layers if recomputes else 0,
-                layers=config.layers,
-                must_run_again=is_other,
-            )
+        recorded, _ = record_fake_step(
+            CopiedStep(self._model, seen),
+            levers=levers,
+            recompute_modules=config.recompute_modules if recomputes else (),
+            keep_last_layers=config.effective().keep_last_layers if recomputes else 0,
+            layers=config.layers,
+            is_other=levers != Levers.of(config),
+        )
         program = recorded.whole()
         return dataclasses.replace(
             program,

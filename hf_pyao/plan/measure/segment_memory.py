@@ -7,9 +7,11 @@ FSDP2 and ZeRO gather, compiled code, buffers of a user's hooks) is in the measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 
+from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
 
@@ -18,6 +20,10 @@ BEFORE = "before"
 
 HEAD = "head"
 """From the end of the last layer's forward to the first backward of a layer."""
+
+OPTIMIZER = "optimizer"
+"""From the end of the layers' backward to the next forward of a layer. No plan of saved tensors
+changes what it takes."""
 
 
 def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int] | None:
@@ -32,11 +38,12 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 class SegmentMemory:
-    """Most bytes that tensors take in forward, head and backward of one micro-batch.
+    """Most bytes that tensors take in forward, head and backward of one micro-batch, and behind it.
 
     They are read where a layer's call begins and ends: what is allocated then, and the peak, which
     is this segment's if it has grown since the last look. Nobody's statistics are reset. So peaks
-    below those of earlier micro-batches are not seen, and what is found is never too much.
+    below those of earlier micro-batches are not seen, and what is found is never too much. What
+    lies behind is seen only where it takes more than anything before.
 
     Args:
         device: where the model is.
@@ -50,14 +57,17 @@ class SegmentMemory:
         self._base_bytes: int | None = None
         self._peak_bytes = 0
         self._segment = FORWARD
-        self._is_over = False
+        self._is_over = self._is_done = False
         self.grown_bytes: dict[str, int] = {}
         """By segment, above what was there when the first layer began, but for gradients. Before
         the first layer: above what was there when the forward began."""
 
     def at_start(self) -> None:
         """Look, where a forward begins: weights that training engines divide are not gathered."""
-        found = None if self._is_over else allocated_and_peak_bytes(self._device)
+        if self._is_over:
+            self._look_behind()
+            return
+        found = allocated_and_peak_bytes(self._device)
         if found is not None and self._base_bytes is None:
             self._start_bytes = found[0] - self._gradient_bytes()
 
@@ -70,14 +80,24 @@ class SegmentMemory:
             self._segment = HEAD
 
     def end(self) -> None:
-        """Look for the last time: the micro-batch is over."""
-        if self._base_bytes is not None:
+        """Look for the last time in the micro-batch: it is over."""
+        if self._base_bytes is not None and not self._is_over:
             self._look(self._segment)
         self._is_over = True
 
+    def _look_behind(self) -> None:
+        """Look once more, where the next micro-batch begins."""
+        found = None if self._is_done else allocated_and_peak_bytes(self._device)
+        self._is_done = True
+        if found is not None and self._base_bytes is not None and found[1] > self._peak_bytes:
+            self.grown_bytes[OPTIMIZER] = found[1] - self._base_bytes
+
     def _look(self, segment: str) -> None:
         """Note what has grown in the segment that ends here, or goes on."""
-        found = None if self._is_over else allocated_and_peak_bytes(self._device)
+        if self._is_over:
+            self._look_behind()
+            return
+        found = allocated_and_peak_bytes(self._device)
         if found is None:
             return
         allocated_bytes, peak_bytes = found
@@ -128,6 +148,31 @@ def predicted_growth(program: StepProgram, prediction: Prediction) -> dict[str, 
         grown_bytes = max(live_bytes[segment.start : segment.end]) - base_bytes
         found[name] = max(found.get(name, 0), grown_bytes)
     return found
+
+
+class MeasuredGrowth(NamedTuple):
+    """By how much memory grows over a step, by segment: measured, and predicted."""
+
+    measured: Mapping[str, int] = {}
+    predicted: Mapping[str, int] = {}
+
+    def figures(self) -> dict[str, float]:
+        """Return both as figures of a report; empty where nothing was measured."""
+        parts = {"measured_bytes": self.measured, "predicted_bytes": self.predicted}
+        return {
+            f"{what}/{name}": float(nbytes)
+            for what, found in parts.items()
+            for name, nbytes in found.items()
+        }
+
+    def __str__(self) -> str:
+        """Say both in words; empty where nothing was measured."""
+        words = []
+        for name, nbytes in self.measured.items():
+            known = self.predicted.get(name)
+            beside = "" if known is None else f" (predicted: {format_bytes(known)})"
+            words.append(f"{format_bytes(nbytes)} in {name}{beside}")
+        return f"a step was measured to take {', '.join(words)}" if words else ""
 
 
 def differences(measured: Mapping[str, int], predicted: Mapping[str, int]) -> dict[str, int]:

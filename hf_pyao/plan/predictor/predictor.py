@@ -12,25 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_pyao.engine.runtime.policy import Policy
-from hf_pyao.levers import Levers, or_refuse
-from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.levers import Levers, LeversRefusedError, or_refuse
 from hf_pyao.plan.hardware.host_model import HostCosts
-from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.policies.budget import leaving
 from hf_pyao.plan.predict.calibration import times_like
-from hf_pyao.plan.predict.forecast import Forecast
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.profiled_step import ProfiledStep
 from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import outcome_of
-from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
 
@@ -105,34 +101,22 @@ class Predictor:
     @classmethod
     def of_profile(
         cls,
-        profile: Profile,
+        profiled: ProfiledStep,
         binds: PlanRequest,
-        record: Callable[[Levers], StepProgram],
+        record: Callable[[Levers], StepProgram] | None = None,
         *,
-        device: DeviceModel | None = None,
-        link: LinkModel | None = None,
-        kernels: KernelSettings | None = None,
         correction: Correction = NO_CORRECTION,
     ) -> Predictor:
-        """Return what predicts the step of *profile*, which has one size.
+        """Return what predicts the step of a profile, which has one size.
 
         Args:
-            profile: with its step in it.
+            profiled: the step.
             binds: what binds a plan.
-            record: records the step with other levers.
-            device: speeds of another device than the profile's; None: as it was profiled.
-            link: speeds of another link.
-            kernels: that device, for what kernels allocate inside; None: as it was profiled.
+            record: records the step with other levers; None: it cannot be.
             correction: by how much times differ from the profile's.
-
-        Raises:
-            ForecastError: the profile does not hold what a prediction needs.
-            ReportError: the step in it is damaged.
         """
-        forecast = Forecast(
-            profile, device=device, link=link, window_bytes=binds.window_now_bytes, kernels=kernels
-        )
-        own, own_ms = forecast.program, correction.times_ms(forecast.program, forecast.times_ms)
+        profile, device, own = profiled.profile, profiled.device, profiled.program
+        own_ms = correction.times_ms(own, profiled.times_ms)
 
         def times_ms(program: StepProgram) -> Sequence[float]:
             if program is own:
@@ -141,30 +125,38 @@ class Predictor:
                 return operation_times_ms(program, device)
             return times_like(own_ms, own, program)
 
-        is_measured = profile.speeds is None and device is None and link is None
+        def step_at(_: int, levers: Levers) -> StepProgram:
+            if levers == binds.levers:
+                return own
+            if record is None:
+                raise LeversRefusedError("the step cannot be recorded again")
+            return record(levers)
+
+        is_measured = profile.speeds is None and not profiled.is_elsewhere
         card = Card(
             times_ms=times_ms,
-            link=correction.link(forecast.link),
+            link=correction.link(profiled.link),
             speed_ratios=MEASURED if is_measured else PRESET,
             rebuild_factor=correction.rebuild,
-            is_blocking=forecast.is_blocking,
-            host=forecast.host,
+            is_blocking=profiled.is_blocking,
+            host=profiled.host,
         )
         dtypes = {slot.name: slot.dtype for slot in profile.slots}
-        return cls(
-            lambda _, levers: own if levers == binds.levers else record(levers),
-            card,
-            binds,
-            dtypes=dtypes,
-        )
+        return cls(step_at, card, binds, dtypes=dtypes)
 
-    def at(self, size: int, policy: Policy) -> Outcome:
-        """Return what the step comes to under a policy that looks at no times."""
+    def at(self, size: int, way: Way) -> Outcome:
+        """Return what the step comes to in a way that searches nothing.
+
+        Raises:
+            PlanError: the way's plan is not for this step.
+        """
         card, binds = self._card, self.binds
-        program = binds.placed(self._step_at(size, binds.levers))
-        conditions = binds.conditions(program.num_layers, card.link, **card.more())
-        leaves = leaving(program, policy, conditions.keep_last_layers)
-        return outcome_of(PlannedStep(program, leaves, {}, card.times_ms(program)), conditions)
+        levers = binds.levers if way.levers is None else way.levers
+        program = binds.placed(self._step_at(size, levers))
+        conditions = dataclasses.replace(binds, levers=levers).conditions(
+            program.num_layers, card.link, **card.more()
+        )
+        return outcome_of(way.carried_out(program, card.times_ms(program), conditions), conditions)
 
     def planner(self, size: int, levers: Levers) -> Planner:
         """Return what plans the step with *levers*.
@@ -199,6 +191,12 @@ class Predictor:
             )
             self._newest = size, StreamingChoice(levers, binds.stream_weights)
         return self._newest[1]
+
+    def within(self, size: int, way: Way, limit_bytes: float) -> SizedPlan:
+        """Return what *way* comes to where *limit_bytes* may be reserved."""
+        if way.policy == "auto":
+            return self.best(size, limit_bytes)
+        return sized_plan(self.at(size, way), way.name, limit_bytes)
 
     def best(self, size: int, limit_bytes: float) -> SizedPlan:
         """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +24,17 @@ from hf_pyao.hf.micro_batch.memory_beside import states_share
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError, or_refuse
 from hf_pyao.model.fake_cuda.cuda_choices import choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.predict.peak_cause import PeakCause, peak_cause
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan, sized_plan
+from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
 from hf_pyao.plan.predictor.steps import gradients_held
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.advise.script_watch import SeenTraining
@@ -223,12 +222,10 @@ class Adviser:
     def program(self, levers: Levers) -> StepProgram:
         """Return the step with *levers*."""
         if levers not in self._programs:
-            is_other = levers != NO_LEVERS
             step = CardStep(self._found, self._hardware.kernels, is_elsewhere=self._is_elsewhere)
-            with quiet() if is_other else nullcontext():
-                recorded, num_chunks = record_fake_step(
-                    step, levers=levers, must_run_again=is_other
-                )
+            recorded, num_chunks = record_fake_step(
+                step, levers=levers, is_other=levers != NO_LEVERS
+            )
             if levers.head_loss == "chunked" and not num_chunks:
                 raise LeversRefusedError("the model keeps its own loss")
             program = recorded.whole()
@@ -248,12 +245,9 @@ class Adviser:
                 PlanRequest.of_config(config, allocator=AllocatorSettings()),
             )
         predictor = self._predictors[key]
-        if config.policy == "auto":
-            cap_gib = config.device_memory_gib
-            most_bytes = limit_bytes if cap_gib is None else min(limit_bytes, int(cap_gib * GIB))
-            return predictor.best(1, most_bytes)
-        outcome = predictor.at(1, make_policy(config))
-        return sized_plan(outcome, f"policy {config.policy}", limit_bytes)
+        cap_gib = config.device_memory_gib
+        most_bytes = limit_bytes if cap_gib is None else min(limit_bytes, int(cap_gib * GIB))
+        return predictor.within(1, Way.of_config(config), most_bytes)
 
 
 def rounded_up(nbytes: float) -> float:

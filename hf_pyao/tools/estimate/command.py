@@ -156,7 +156,7 @@ def estimate_report(
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
-    num_cases = sum(len(job.cases) for job in jobs)
+    num_cases = sum(len(job.ways) for job in jobs)
     with Progress("estimating", num_cases, "ways", is_shown=shows_progress) as progress:
         rows, num_recordings = run_jobs(jobs, num_processes, progress.done)
     rank, engine = fields["lora_rank"], training.get("engine", "plain")

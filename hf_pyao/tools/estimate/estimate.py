@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,7 @@ from hf_pyao.config import (
     DEFAULT_WINDOW_BYTES,
     PyAOConfig,
 )
-from hf_pyao.engine.runtime.policy import OffloadAll, OffloadNothing, Policy
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
@@ -30,7 +28,6 @@ from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
-from hf_pyao.plan.policies.budget import OffloadBudget, hidden_bytes, leaving
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -38,6 +35,7 @@ from hf_pyao.plan.predictor.choice import LENGTH_STEP, LONGEST
 from hf_pyao.plan.predictor.largest import largest_fitting, largest_on_a_line
 from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
 from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
@@ -50,7 +48,7 @@ from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.ways import Family, Way
+from hf_pyao.tools.estimate.ways import Family
 from hf_pyao.tools.simulation.kept_models import KeptModels
 
 FREE = LeverRoom(segments=True, nested=True, attention=True, groups=True)
@@ -121,7 +119,6 @@ class Estimator:
     def row(
         self,
         way: Way,
-        head_loss: str = "off",
         *,
         micro_batch: int | None = None,
         with_longest: bool = True,
@@ -130,7 +127,6 @@ class Estimator:
 
         Args:
             way: which.
-            head_loss: ``PyAOConfig.head_loss``: ``"off"`` or ``"chunked"``.
             micro_batch: what times and peaks are for; None: the largest that fits.
             with_longest: look for the longest sequence too.
 
@@ -139,16 +135,16 @@ class Estimator:
         """
         length = self.sequence_length
         self._shares.clear()  # ways that offload the same come to the same
-        largest = self.largest_micro_batch(way, head_loss, self.allocator)
+        largest = self.largest_micro_batch(way, self.allocator)
         growing = None
         if not self.allocator.expandable_segments:
             expandable = replace(self.allocator, expandable_segments=True)
-            growing = self.largest_micro_batch(way, head_loss, expandable, at_least=largest)
+            growing = self.largest_micro_batch(way, expandable, at_least=largest)
         shown = micro_batch or max(largest, 1)
-        predicted, weights = self.predicted(way, head_loss, shown)
+        predicted, weights = self.predicted(way, shown)
         prediction = predicted.timed
         tokens = largest * length
-        longest = self.longest_sequence(way, head_loss, likely=tokens) if with_longest else None
+        longest = self.longest_sequence(way, likely=tokens) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         hidden = None
         if prediction.offloaded_bytes:
@@ -156,9 +152,9 @@ class Estimator:
         cause = peak_cause(predicted.program, predicted.late)
         inside = largest_workspace(predicted.program)
         later_bytes = self._training.optimizer_step_bytes(predicted.program)
-        streamed = self._streamed(way, head_loss, shown, weights)
+        streamed = self._streamed(way, shown, weights)
         return EstimateRow(
-            method=way.name_with(head_loss),
+            method=way.name,
             largest_micro_batch=largest,
             largest_with_expandable_segments=growing,
             longest_sequence=longest,
@@ -186,14 +182,12 @@ class Estimator:
             **streamed,
         )
 
-    def _streamed(
-        self, way: Way, head_loss: str, micro_batch: int, weights: WeightPlan | None
-    ) -> dict[str, Any]:
+    def _streamed(self, way: Way, micro_batch: int, weights: WeightPlan | None) -> dict[str, Any]:
         """Return the fields of a row that streams weights; none of others."""
         if weights is None:
             return {}
         hardware, length = self.hardware, self.sequence_length
-        program = self.program(self._family(way, head_loss), micro_batch, length)
+        program = self.program(self._family(way), micro_batch, length)
         return {
             "num_streamed_blocks": len(weights.streamed_layers),
             "num_resident_blocks": weights.num_resident,
@@ -216,7 +210,6 @@ class Estimator:
     def largest_micro_batch(
         self,
         way: Way,
-        head_loss: str,
         allocator: AllocatorSettings,
         *,
         at_least: int = 0,
@@ -225,14 +218,13 @@ class Estimator:
 
         Args:
             way: how it is trained.
-            head_loss: ``PyAOConfig.head_loss``.
             allocator: settings of PyTorch's allocator.
             at_least: samples that are known to fit.
 
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
-        family = self._family(way, head_loss)
+        family = self._family(way)
 
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
@@ -329,26 +321,21 @@ class Estimator:
     def _outcome(self, way: Way, family: Family, micro_batch: int, length: int) -> Outcome:
         """Return what *way* comes to; ways that offload the same share it."""
         program = self.program(family, micro_batch, length)
-        key = (family, micro_batch, length, tuple(self.leaves(way, program)))
-        if key not in self._shared:
-            predictor = self._predictor(family, lambda *_: program)
-            self._shared[key] = predictor.at(micro_batch, self._policy(way, program))
-        return self._shared[key]
+        found = self._predictor(family, lambda *_: program).at(micro_batch, way)
+        key = (family, micro_batch, length, tuple(found.step.leaves))
+        return self._shared.setdefault(key, found)
 
-    def predicted(
-        self, way: Way, head_loss: str, micro_batch: int
-    ) -> tuple[Outcome, WeightPlan | None]:
+    def predicted(self, way: Way, micro_batch: int) -> tuple[Outcome, WeightPlan | None]:
         """Predict one step; return what is streamed too, None where nothing was to be.
 
         Args:
             way: how it is trained.
-            head_loss: ``PyAOConfig.head_loss``.
             micro_batch: samples.
 
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
-        family, length = self._family(way, head_loss), self.sequence_length
+        family, length = self._family(way), self.sequence_length
         if way.policy != "auto":
             return self._outcome(way, family, micro_batch, length), None
 
@@ -362,9 +349,9 @@ class Estimator:
         found = predictor.choice(micro_batch).best(self.limit_bytes)
         return found.levers.candidate.outcome, found.weights if way.streams else None
 
-    def _family(self, way: Way, head_loss: str) -> Family:
+    def _family(self, way: Way) -> Family:
         follows_rule = way.policy == "pyao" and bool(self.rule_plan().slots)
-        return Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
+        return Family(way.checkpointing, way.levers or NO_LEVERS, follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
         """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
@@ -461,28 +448,26 @@ class Estimator:
         key = (family, micro_batch, length)
         if key not in self._recorded:
             self.num_recordings += 1
-            with quiet() if family.is_other else nullcontext():
-                self._recorded[key] = record_step(
-                    dataclasses.replace(self._training, checkpointing=family.checkpointing),
-                    micro_batch,
-                    length,
-                    levers=family.levers,
-                    plan=self.rule_plan() if family.follows_rule else None,
-                    keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
-                    must_run_again=family.is_other,
-                )
+            self._recorded[key] = record_step(
+                dataclasses.replace(self._training, checkpointing=family.checkpointing),
+                micro_batch,
+                length,
+                levers=family.levers,
+                plan=self.rule_plan() if family.follows_rule else None,
+                keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
+                is_other=family.is_other,
+            )
         return self._recorded[key]
 
     @property
     def _longest_multiple(self) -> int:
         return (LONGEST if self.most_length is None else self.most_length) // LENGTH_STEP
 
-    def longest_sequence(self, way: Way, head_loss: str, *, likely: int = 0) -> int:
+    def longest_sequence(self, way: Way, *, likely: int = 0) -> int:
         """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
 
         Args:
             way: how it is trained.
-            head_loss: ``PyAOConfig.head_loss``.
             likely: tokens that fit in a micro-batch: about as many will in one sequence.
 
         Raises:
@@ -491,7 +476,7 @@ class Estimator:
         most = self._longest_multiple
         if not most:
             return 0  # fewer positions than a step
-        family = self._family(way, head_loss)
+        family = self._family(way)
         is_computed = self._line(family, "length", 1) is not None
 
         def memory_at(multiple: int) -> SizedMemory:
@@ -533,13 +518,5 @@ class Estimator:
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""
-        return leaving(program, self._policy(way, program), DEFAULT_KEEP_LAST_LAYERS)
-
-    def _policy(self, way: Way, program: StepProgram) -> Policy:
-        if way.policy == "off":
-            return OffloadNothing()
-        if way.policy == "budget":
-            times_ms = operation_times_ms(program, self.hardware.device)
-            max_bytes = hidden_bytes(program, times_ms, self.hardware.link)
-            return OffloadBudget(DEFAULT_MIN_BYTES, max_bytes=max_bytes)
-        return OffloadAll(DEFAULT_MIN_BYTES)
+        predictor = self._predictor(self._family(way), lambda *_: program)
+        return list(predictor.at(1, way).step.leaves)

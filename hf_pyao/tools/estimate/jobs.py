@@ -21,29 +21,21 @@ from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections, importing
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import runs_without_values
-from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
+from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, METHODS, STREAMED, chunked
 
 POLL_SECONDS = 1.0
 """How often what processes have done is looked up."""
-
-HEAD_LOSSES = ("off", "chunked")
-
-METHODS = (
-    *(way.name_with(head_loss) for head_loss in HEAD_LOSSES for way in (*ALL_WAYS, STREAMED)),
-    LONG_CONTEXT.name,
-)
-"""What rows of estimates are called, in their order."""
 
 
 @dataclass(frozen=True)
 class Job:
     """Ways that share recorded steps, so that one process does them."""
 
-    cases: tuple[tuple[Way, str], ...]
-    """Ways, each with a head loss."""
+    ways: tuple[Way, ...]
     config: Any
     """The model's transformers configuration."""
     hardware: Hardware
@@ -65,19 +57,16 @@ class Job:
         """
         estimator = Estimator(self.config, self.hardware, **self.options)
         rows = []
-        for way, head_loss in self.cases:
+        for way in self.ways:
             try:
                 with runs_without_values(self.config.model_type):
                     row = estimator.row(
-                        way,
-                        head_loss,
-                        micro_batch=self.micro_batch,
-                        with_longest=self.with_longest,
+                        way, micro_batch=self.micro_batch, with_longest=self.with_longest
                     )
             except ConfigError as error:
-                if head_loss == "off" or error.key == "model-not-run":
+                if way.levers is None or error.key == "model-not-run":
                     raise
-                on_done(way.name_with(head_loss))
+                on_done(way.name)
                 continue
             rows.append(row)
             on_done(row.method)
@@ -109,10 +98,10 @@ def all_jobs(**shared: Any) -> list[Job]:
         recorded_alike.append(STREAMED)
     checkpointing = [way for way in ALL_WAYS if way.checkpointing]
     return [
-        Job(tuple((way, "chunked") for way in recorded_alike), **shared),
-        Job(((LONG_CONTEXT, "chunked"),), **shared),
-        Job(tuple((way, loss) for loss in HEAD_LOSSES for way in checkpointing), **shared),
-        Job(tuple((way, "off") for way in recorded_alike), **shared),
+        Job(tuple(map(chunked, recorded_alike)), **shared),
+        Job((LONG_CONTEXT,), **shared),
+        Job((*checkpointing, *map(chunked, checkpointing)), **shared),
+        Job(tuple(recorded_alike), **shared),
     ]
 
 
@@ -135,7 +124,8 @@ def run_jobs(
         else:
             done = _run_in_processes(jobs, num_processes, on_done)
     rows = [row for rows, _ in done for row in rows]
-    rows.sort(key=lambda row: METHODS.index(row.method))
+    names = list(METHODS)
+    rows.sort(key=lambda row: names.index(row.method))
     return rows, sum(count for _, count in done)
 
 

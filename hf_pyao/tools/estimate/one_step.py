@@ -11,9 +11,8 @@ from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predict.step_view import predicted_step
 from hf_pyao.tools.estimate.estimate import Estimator
-from hf_pyao.tools.estimate.jobs import METHODS
-from hf_pyao.tools.estimate.verdict_text import CHUNKED, named_row
-from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED
+from hf_pyao.tools.estimate.verdict_text import named_row
+from hf_pyao.tools.estimate.ways import METHODS
 
 
 def check_method(method: str | None) -> None:
@@ -40,19 +39,15 @@ def step_of(
         config: the model's transformers configuration.
         hardware: the card.
         options: keyword arguments of :class:`~hf_pyao.tools.estimate.estimate.Estimator`, as the
-        report
-            was made with.
+            report was made with.
         method: one of :data:`METHODS`; None: the one that the verdict names.
 
     Raises:
         ConfigError: the report has no such row, since the model keeps its own loss.
     """
     row = _row(report, method)
-    name = row.method.removesuffix(CHUNKED)
-    way = next(way for way in (*ALL_WAYS, STREAMED, LONG_CONTEXT) if way.name == name)
     estimator = Estimator(config, hardware, **options)
-    head_loss = "off" if row.method == name else "chunked"
-    predicted, _ = estimator.predicted(way, head_loss, row.micro_batch)
+    predicted, _ = estimator.predicted(METHODS[row.method], row.micro_batch)
     model = report.setup["model"]["name"]
     return predicted_step(
         predicted.program,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hf_pyao.plan.documents.plan import Plan
     from hf_pyao.plan.documents.profile import Profile
     from hf_pyao.plan.hardware.presets import Hardware
-    from hf_pyao.plan.hardware.speeds import LinkModel
     from hf_pyao.plan.step.step_program import StepProgram
     from hf_pyao.tools.estimate.fake_step import FakeTraining
 
@@ -118,7 +117,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.documents.plan_facts import NO_FACTS
     from hf_pyao.plan.options.auto_plan import plan_of_choice
     from hf_pyao.plan.options.chosen_levers import LeverRoom
-    from hf_pyao.plan.predict.forecast import Forecast
+    from hf_pyao.plan.predict.profiled_step import ProfiledStep
     from hf_pyao.plan.predictor.predictor import Predictor
     from hf_pyao.plan.solve.planner import NoPlanFitsError
     from hf_pyao.plan.step.ends_on_host import ends_bytes
@@ -162,23 +161,14 @@ def _plan(args: argparse.Namespace) -> Plan:
                 args.micro_batch, args.sequence_length, levers
             )
 
-        predictor = Predictor.of_profile(
-            profile,
-            binds,
-            record,
-            device=None if hardware is None else hardware.device,
-            link=_link(args, hardware),
-            kernels=hardware.kernels if is_profile and hardware is not None else None,
-        )
-        found = predictor.choice().checked().best(limit_bytes)
+        profiled = ProfiledStep.of(profile, **_elsewhere(args, hardware, is_profile=is_profile))
+        found = Predictor.of_profile(profiled, binds, record).choice().checked().best(limit_bytes)
     chosen, facts = found.levers, NO_FACTS
     figures: dict[str, float] = {}
     if binds.stream_weights != OFF:
         figures = figures_of(found.weights)
         if binds.ends_on_host:
-            figures["weights/embeddings_and_head_bytes"] = float(
-                ends_bytes(Forecast(profile, window_bytes=None).program)
-            )
+            figures["weights/embeddings_and_head_bytes"] = float(ends_bytes(profiled.program))
         facts = dataclasses.replace(NO_FACTS, resident_blocks=found.weights.num_resident)
     if training is not None:
         program = (chosen.configured if binds.stream_weights == OFF else chosen.planner).program
@@ -212,24 +202,19 @@ def _prediction_report(args: argparse.Namespace) -> Any:
     """
     from hf_pyao.plan.documents.plan import Plan
     from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-    from hf_pyao.plan.predict.forecast import Forecast
-    from hf_pyao.plan.predict.predicted_plans import prediction_of
+    from hf_pyao.plan.options.plan_request import PlanRequest
+    from hf_pyao.plan.predict.profiled_step import ProfiledStep
+    from hf_pyao.plan.predictor.predicted_plans import levers_profiled, prediction_of
 
     refuse_without_effect(args, NOT_FOR_TRYING, "--try")
     profile = read_profile(args)
     hardware = _hardware_of(args, is_profile=True)
     given = {} if args.window is None else {"window": _number_or_text(args.window)}
-    window = PyAOConfig.from_dict(given).effective().window
-    forecast = Forecast(
-        profile,
-        device=None if hardware is None else hardware.device,
-        link=_link(args, hardware),
-        window_bytes=None if isinstance(window, str) else window,
-        kernels=None if hardware is None else hardware.kernels,
-        allocator=AllocatorSettings.parse(args.alloc_conf),
-    )
+    allocator = AllocatorSettings.parse(args.alloc_conf)
+    binds = PlanRequest.of_config(PyAOConfig.from_dict(given), allocator=allocator)
     return prediction_of(
-        forecast,
+        ProfiledStep.of(profile, **_elsewhere(args, hardware, is_profile=True)),
+        dataclasses.replace(binds, levers=levers_profiled(profile)),
         {str(path): Plan.from_json_file(path) for path in args.tried},
         limit_bytes=_limit_bytes_of(args, hardware, None),
         device_name=profile.device if hardware is None else hardware.name,
@@ -337,16 +322,20 @@ def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:
     return PyAOConfig.from_dict(more)
 
 
-def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
+def _elsewhere(
+    args: argparse.Namespace, hardware: Hardware | None, *, is_profile: bool
+) -> dict[str, Any]:
+    """Return for what a profiled step is predicted, where that is not what was profiled."""
     from hf_pyao.plan.hardware.speeds import LinkModel
     from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
 
     if hardware is not None:
-        return hardware.link
+        kernels = hardware.kernels if is_profile else None
+        return {"device": hardware.device, "link": hardware.link, "kernels": kernels}
     if args.link is None:
-        return None
+        return {}
     speed = link_gib_per_s(args.link)
-    return LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)
+    return {"link": LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)}
 
 
 def read_profile(args: argparse.Namespace) -> Profile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from hf_pyao.config import EffectiveConfig, PyAOConfig
+from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.plan.documents.provenance import collect_provenance
@@ -13,13 +13,12 @@ from hf_pyao.plan.documents.sweep import TENSORS, SweepPoint, SweepReport
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.paper.sweep import Budgets, with_points
-from hf_pyao.plan.policies.budget import OffloadBudget, leaving
-from hf_pyao.plan.predict.outcome import Outcome
-from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.step.planned_step import PlannedStep
+from hf_pyao.plan.policies.budget import OffloadBudget
+from hf_pyao.plan.predictor.predictor import Card, Predictor
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.settings.sizes import Size
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import training_fields
@@ -64,7 +63,8 @@ def predict_sweep(
         ConfigError: the model is unknown, or cannot be run on fake tensors, or has no positions
             for so long a sequence.
     """
-    effective = (settings or PyAOConfig()).effective()
+    settings = settings or PyAOConfig()
+    effective = settings.effective()
     config = config_of(model)
     check_sequence_length(config, sequence_length)
     training = FakeTraining(
@@ -79,7 +79,7 @@ def predict_sweep(
         budgets,
         hardware,
         tokens=micro_batch * sequence_length,
-        settings=effective,
+        settings=settings,
         on_point=on_point,
     )
     first, *others = ASSUMPTIONS
@@ -138,7 +138,7 @@ def predict_points(
     hardware: Hardware,
     *,
     tokens: int,
-    settings: EffectiveConfig,
+    settings: PyAOConfig,
     on_point: Callable[[SweepPoint], None] = lambda point: None,
 ) -> list[SweepPoint]:
     """Predict each budget.
@@ -151,37 +151,31 @@ def predict_points(
         settings: ``min_bytes``, ``keep_last_layers`` and ``window`` of it are followed.
         on_point: told of each.
     """
+    binds = PlanRequest.of_config(settings, allocator=AllocatorSettings())
+    predictor = Predictor(lambda *_: program, Card.of(hardware.device, hardware.link), binds)
     points = []
     for position, budget in enumerate(budgets.values):
-        point = _predict(program, budgets, budget, hardware, tokens, settings, position)
+        point = _predict(predictor, budgets, budget, hardware, tokens, position)
         points.append(point)
         on_point(point)
     return points
 
 
 def _predict(
-    program: StepProgram,
+    predictor: Predictor,
     budgets: Budgets,
     budget: int,
     hardware: Hardware,
     tokens: int,
-    settings: EffectiveConfig,
     position: int,
 ) -> SweepPoint:
     is_count = budgets.are == TENSORS
     policy = OffloadBudget(
-        int(Size().check("min_bytes", settings.min_bytes)),
+        predictor.binds.min_bytes,
         max_tensors=budget if is_count else None,
         max_bytes=None if is_count else budget,
     )
-    kept = Levers.of(settings).kept_layers(program.num_layers, settings.keep_last_layers)
-    times_ms = operation_times_ms(program, hardware.device)
-    found = Outcome(
-        PlannedStep(program, leaving(program, policy, kept), {}, times_ms),
-        hardware.link,
-        window_bytes=None if isinstance(settings.window, str) else settings.window,
-        allocator=AllocatorSettings(),
-    )
+    found = predictor.at(1, Way(f"a budget of {budget}", policy))
     timed, memory = found.timed, found.memory
     limit_bytes = card_memory(hardware).limit_bytes
     fits = memory.fits(limit_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ParamSpec
 
@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.step.collectives import Exchanged
@@ -66,7 +65,7 @@ def recorded_step(
     plan: Plan | None = None,
     keep_last_layers: int = 0,
     is_whole: bool = False,
-    must_run_again: bool = False,
+    is_other: bool = False,
 ) -> RecordedStep:
     """Run one step and return it with as few layers as will do.
 
@@ -80,7 +79,7 @@ def recorded_step(
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
         is_whole: run all layers, also where some stand for others.
-        must_run_again: with segments, each layer has to take part.
+        is_other: as for :func:`~hf_pyao.auto.recording.step_recording.record_fake_step`.
 
     Raises:
         ConfigError: a chunked loss was asked for, and the model keeps its own.
@@ -94,7 +93,7 @@ def recorded_step(
         plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
-        must_run_again=must_run_again,
+        is_other=is_other,
         proofs=None if kept is None else kept.proofs,
         equal_layers=None if kept is None else kept.equal_layers,
     )
@@ -123,12 +122,10 @@ def record_with(
     """Return what records the step at a micro-batch and a length, with any levers."""
 
     def record(micro_batch: int, sequence_length: int, levers: Levers) -> StepProgram:
-        if levers == configured:
-            with runs_without_values(training.config.model_type):
-                return record_step(training, micro_batch, sequence_length, levers=levers)
-        with quiet():
+        is_other = levers != configured
+        with nullcontext() if is_other else runs_without_values(training.config.model_type):
             return record_step(
-                training, micro_batch, sequence_length, levers=levers, must_run_again=True
+                training, micro_batch, sequence_length, levers=levers, is_other=is_other
             )
 
     return record

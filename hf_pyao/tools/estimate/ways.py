@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.tools.estimate.verdict_text import CHUNKED
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train, without or with the chunked loss."""
-
-    name: str
-    policy: str = "off"
-    """As ``PyAOConfig.policy``. ``"budget"`` offloads as much as forward compute hides."""
-    checkpointing: bool = False
-    streams: bool = False
-    """Streams frozen weights too, as many as is fastest."""
-    levers: Levers | None = None
-    """What changes the step itself; None: only the loss that is asked for does."""
-
-    def levers_with(self, head_loss: str) -> Levers:
-        """Return what changes the step, with *head_loss* where nothing is said of it."""
-        return Levers(head_loss=head_loss) if self.levers is None else self.levers
-
-    def name_with(self, head_loss: str) -> str:
-        """Return what rows call it."""
-        is_plain = head_loss == "off" or self.levers is not None
-        return self.name if is_plain else self.name + CHUNKED
-
 
 WAYS = (
     Way("none"),
@@ -54,6 +32,18 @@ LONG_CONTEXT = Way(
     "long context", "all", levers=Levers.of(PyAOConfig(policy="all", long_context=True))
 )
 """``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
+
+
+def chunked(way: Way) -> Way:
+    """Return *way* with the chunked loss."""
+    return dataclasses.replace(way, name=way.name + CHUNKED, levers=Levers(head_loss="chunked"))
+
+
+METHODS = {
+    way.name: way
+    for way in (*ALL_WAYS, STREAMED, *map(chunked, (*ALL_WAYS, STREAMED)), LONG_CONTEXT)
+}
+"""By what rows of estimates are called, in their order."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.text import echo
 from hf_pyao.tools.report.plots.bench_plots import bench_figure
-from hf_pyao.tools.report.plots.estimate_plots import estimate_figure
-from hf_pyao.tools.report.plots.look import LIGHT, Look, need_matplotlib
-from hf_pyao.tools.report.plots.microbatch_plots import microbatch_figure
+from hf_pyao.tools.report.plots.look import need_matplotlib
 from hf_pyao.tools.report.plots.plan_plots import plan_figure
-from hf_pyao.tools.report.plots.profile_plots import throughput_figure
 from hf_pyao.tools.report.plots.run_plots import run_figure
 from hf_pyao.tools.report.plots.step_plots import step_figure
 from hf_pyao.tools.report.plots.sweep_plots import sweep_figure
@@ -55,7 +52,7 @@ class Kind:
     document: type[Any]
     """Its class, which has ``from_dict(values, where)``."""
     view: Callable[[Any], View]
-    figure: Callable[[Any, Look], Figure | None] | None = None
+    figure: Callable[[Any], Figure | None] | None = None
     """Draws its plot, or returns None where there is too little to draw; None: it has none."""
     trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
     """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
@@ -66,17 +63,16 @@ KINDS: Mapping[str, Kind] = {
     "run": Kind(document=RunReport, view=run_view, figure=run_figure),
     "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
     "facts": Kind(document=FactsReport, view=facts_view),
-    "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
+    "estimate": Kind(document=EstimateReport, view=estimate_view),
     "profile": Kind(
         document=Profile,
         view=profile_view,
-        figure=throughput_figure,
         trace_events=profile_events,
     ),
     "prediction": Kind(document=PredictionReport, view=prediction_view),
     "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
     "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
-    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view, figure=microbatch_figure),
+    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view),
     "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
@@ -101,7 +97,7 @@ def view_of(document: Document) -> View:
     return kind_of(document).view(document)
 
 
-def figure_of(document: Document, look: Look = LIGHT) -> Figure | None:
+def figure_of(document: Document) -> Figure | None:
     """Return the plot that belongs to *document*; None if there is none of such, or of this one.
 
     Raises:
@@ -111,7 +107,7 @@ def figure_of(document: Document, look: Look = LIGHT) -> Figure | None:
     if draw is None:
         return None
     need_matplotlib()
-    return draw(document, look)
+    return draw(document)
 
 
 def read_document(path: str | Path) -> Any:

@@ -6,7 +6,6 @@ import base64
 import html
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,18 +14,23 @@ from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.text import echo, one_line
 from hf_pyao.tools.report.chrome_trace import write_trace
 from hf_pyao.tools.report.kinds import Document, figure_of, kind_of, view_of
-from hf_pyao.tools.report.plots.look import DARK, LIGHT, Look, image_bytes, need_matplotlib
+from hf_pyao.tools.report.plots.look import image_bytes, need_matplotlib
 from hf_pyao.tools.report.tables import markdown_of, provenance_line
 from hf_pyao.tools.report.views.view import Table
 
 
 def write_page(
-    documents: Sequence[Document], output: str | Path, *, with_plots: bool = True
+    documents: Sequence[Document],
+    output: str | Path,
+    *,
+    with_plots: bool = True,
+    snapshots: Sequence[bytes] = (),
 ) -> list[Path]:
     """Write *documents* to *output*; return the files written, that one first.
 
     ``.md`` gets one PNG for each plot beside it, ``.html`` holds all in one file. ``.json`` gets a
-    Chrome trace, where all documents hold spans.
+    Chrome trace, where all documents hold spans. Memory *snapshots* are ``.pickle`` files beside a
+    page.
 
     Raises:
         ReportError: the suffix is another one, matplotlib is missing, or a file cannot be written.
@@ -43,11 +47,16 @@ def write_page(
     if with_plots and any(kind_of(document).figure for document in documents):
         need_matplotlib()
     try:
+        written = [path]
         if path.suffix == ".html":
             page = html_page(documents, with_plots=with_plots)
             replace_file(path, page.encode("utf-8"))
-            return [path]
-        return _write_markdown(documents, path, with_plots=with_plots)
+        else:
+            written = _write_markdown(documents, path, with_plots=with_plots)
+        for number, snapshot in enumerate(snapshots, start=1):
+            written.append(path.with_name(f"{path.stem}-{number}.pickle"))
+            replace_file(written[-1], snapshot)
+        return written
     except OSError as error:
         reason = error.strerror or error
         raise ReportError(
@@ -58,7 +67,7 @@ def write_page(
 def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bool) -> list[Path]:
     written, parts = [path], []
     for index, document in enumerate(documents, start=1):
-        image = _image(document, "png", LIGHT) if with_plots else None
+        image = _image(document, "png") if with_plots else None
         link = None
         if image is not None:
             picture = path.with_name(f"{path.stem}-{index}.png")
@@ -98,33 +107,12 @@ def _section(document: Document, with_plots: bool) -> str:
 
 
 def _picture(document: Document, title: str) -> str:
-    """Return the plot as images of their own, so that identifiers inside of two cannot meet.
-
-    There is one for each look, of which a browser shows the one that fits the page.
-    """
-    images = [(media, _image(document, "svg", look)) for media, look in _LOOKS]
-    if any(image is None for _, image in images):
+    """Return the plot as an image of its own, so that identifiers inside of two cannot meet."""
+    image = _image(document, "svg")
+    if image is None:
         return ""
-    *others, (_, last) = [(media, _data(image or b"")) for media, image in images]
-    sources = "".join(f'<source media="{media}" srcset="{data}">\n' for media, data in others)
-    alt = _text(f"plot: {title}")
-    return f'<picture>\n{sources}<img alt="{alt}" src="{last}">\n</picture>'
-
-
-_DARK_PAGE = "screen and (prefers-color-scheme: dark)"
-_NARROW_PAGE = "screen and (max-width: 640px)"
-
-_LOOKS = (
-    (f"{_DARK_PAGE} and (max-width: 640px)", replace(DARK, is_narrow=True)),
-    (_NARROW_PAGE, replace(LIGHT, is_narrow=True)),
-    (_DARK_PAGE, DARK),
-    ("", LIGHT),
-)
-"""What a page asks for, and the plot for it; the first that holds counts."""
-
-
-def _data(image: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(image).decode('ascii')}"
+    data = base64.b64encode(image).decode("ascii")
+    return f'<img alt="{_text(f"plot: {title}")}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _paragraph(markup: str, kind: str = "") -> str:
@@ -170,8 +158,8 @@ def _html_table(table: Table) -> str:
     )
 
 
-def _image(document: Document, kind: str, look: Look) -> bytes | None:
-    figure = figure_of(document, look)
+def _image(document: Document, kind: str) -> bytes | None:
+    figure = figure_of(document)
     return None if figure is None else image_bytes(figure, kind)
 
 
@@ -214,7 +202,7 @@ tbody tr:nth-child(odd) { background: var(--band); }
   body { margin: 0; max-width: none; font-size: 10pt; }
   .wide { overflow: visible; } table { font-size: 8pt; } th, td { padding: .15rem .35rem; }
   td { white-space: normal; } td.text { overflow-wrap: anywhere; min-width: 5rem; }
-  h2, picture { break-after: avoid; } tr, img { break-inside: avoid; }
+  h2, img { break-after: avoid; } tr, img { break-inside: avoid; }
   img { max-height: 16cm; width: auto; }
 }
 """

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 
 from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.engine.runtime.saved_tensor import KeptTensor, SavedStorage
+from hf_pyao.plan.measure.segment_memory import MeasuredGrowth
 from hf_pyao.text import Labels
 from tests.helpers import EVERY_LAYER, EVERYTHING, assert_same_tensors, tiny_batch, tiny_model
 from tests.helpers.memory_faults import MemoryFaults, sample
@@ -145,3 +146,15 @@ def test_the_last_message_counts_what_the_last_try_did() -> None:
     assert "1.0 KiB were offloaded, 1.0 KiB were to be recomputed." in found
     assert "The layers had saved nothing yet." in figures()
     assert "0 bytes" not in figures() + found
+
+
+def test_the_last_message_has_what_was_measured_beside_what_was_predicted() -> None:
+    from hf_pyao.auto.retry.failure_message import MemoryFailure, Remedies
+
+    growth = MeasuredGrowth({"head": 3 << 20, "optimizer": 5 << 20}, {"head": 2 << 20})
+    remedies = Remedies(head_loss="chunked", measured_memory=lambda: str(growth))
+    failure = MemoryFailure("layer 1", "", "", 4 << 20, None)
+    words = (
+        "A step was measured to take 3.0 MiB in head (predicted: 2.0 MiB), 5.0 MiB in optimizer."
+    )
+    assert words in failure.explain(remedies, "nothing tighter is left")

@@ -31,14 +31,15 @@ def _(folder: Path) -> None:
 
 @example("no-tighter-plan")
 def _(folder: Path) -> None:
-    from hf_pyao.auto.machine.states import Purpose
+    from hf_pyao.auto.machine.states import Question, SetState, State
     from hf_pyao.auto.performer import AutoActions
 
-    def planned(purpose: Purpose, state: Any) -> None:
+    def planned(state: State) -> None:
         raise RuntimeError("the layers saved other tensors than those that were planned")
 
     performer: Any = SimpleNamespace(_planned=planned)
-    AutoActions._make_plan(performer, Purpose.MEMORY, state=None)  # type: ignore[arg-type]
+    state = State(SetState(question=Question(less_memory=True)))
+    AutoActions._make_plan(performer, state)
 
 
 def _told(rule_name: str, event: Any) -> None:
@@ -215,7 +216,7 @@ def _(folder: Path) -> None:
         def row(self, *_: object, **__: object) -> None:
             raise RuntimeError("Cannot call .item() on a fake tensor")
 
-    options: Any = {"cases": ((jobs.LONG_CONTEXT, "off"),), "options": {}, "micro_batch": None}
+    options: Any = {"ways": (jobs.LONG_CONTEXT,), "options": {}, "micro_batch": None}
     config: Any = SimpleNamespace(model_type="my_model")
     job = jobs.Job(config=config, hardware=None, with_longest=False, **options)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from hf_pyao.plan.measure import segment_memory
-from hf_pyao.plan.measure.segment_memory import SegmentMemory, differences, unpredicted_bytes
+from hf_pyao.plan.measure.segment_memory import (
+    MeasuredGrowth,
+    SegmentMemory,
+    differences,
+    unpredicted_bytes,
+)
 
 DEVICE = torch.device("cuda", 0)  # never touched
 
@@ -37,7 +42,9 @@ def found(
     for phase, is_start in BORDERS:
         memory.at_border(phase, is_start=is_start)
     memory.end()
-    memory.at_border("forward", is_start=True)  # reads no more: there is no further look
+    if len(looks) > len(BORDERS):
+        memory.at_border("forward", is_start=True)  # of the next micro-batch
+        memory.at_border("forward", is_start=False)  # reads no more: there is no further look
     return memory.grown_bytes
 
 
@@ -51,6 +58,17 @@ def test_an_older_peak_hides_what_lies_between_borders(monkeypatch: pytest.Monke
     looks = [(100, 900), (130, 900), (131, 900), (160, 900), (165, 900)]
     looks += [(180, 900), (150, 900), (110, 900), (105, 900)]
     assert found(monkeypatch, looks) == {"forward": 60, "head": 65, "backward": 80}
+
+
+@pytest.mark.parametrize(("peak", "more"), [(440, {"optimizer": 340}), (420, {})])
+def test_an_optimizer_that_takes_more_than_the_layers_is_seen(
+    peak: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = [(100, 100), (130, 140), (131, 150), (160, 190), (165, 400)]
+    looks += [(180, 420), (150, 420), (110, 420), (105, peak)]
+    measured = found(monkeypatch, looks)
+    assert measured == {"forward": 90, "head": 300, "backward": 320, **more}
+    assert MeasuredGrowth(measured, {"backward": 320}).unpredicted_bytes == 0
 
 
 def test_gradients_that_are_there_do_not_hide_growth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +110,10 @@ def test_of_each_step_its_peak_counts() -> None:
     assert unpredicted_bytes(more, {"forward": 0, "head": 10, "backward": 60}) == 0
     assert unpredicted_bytes(more, {"another": 7}) == 0
     assert unpredicted_bytes({}, {"forward": 7}) == 0
+
+
+def test_both_are_said() -> None:
+    both = MeasuredGrowth({"backward": 69, "optimizer": 7}, {"backward": 60})
+    assert both.figures()["measured_bytes/backward"] == 69
+    assert str(both).endswith("69 bytes in backward (predicted: 60 bytes), 7 bytes in optimizer")
+    assert not str(MeasuredGrowth())

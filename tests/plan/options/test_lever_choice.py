@@ -379,7 +379,7 @@ def training() -> FakeTraining:
 
 @cache
 def recorded(levers: Levers) -> StepProgram:
-    return record_step(training(), MICRO_BATCH, LENGTH, levers=levers, must_run_again=True)
+    return record_step(training(), MICRO_BATCH, LENGTH, levers=levers, is_other=True)
 
 
 def chosen_within(config: PyAOConfig, limit_bytes: float, host_bytes: float) -> ChosenLevers:

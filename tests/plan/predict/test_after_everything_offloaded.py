@@ -44,8 +44,8 @@ def test_plain_training_fits_behind_offloading_where_cached_segments_are_release
     """OPT-1.3B at 8 on 12 GiB: without the release it runs out of memory once everything fits."""
     ways = {way.name: way for way in WAYS}
     estimator = Estimator(config_of(parse_model("opt:1.3b")), find_hardware("rtx4070"))
-    offloaded, _ = estimator.predicted(ways["policy all"], "off", 8)
-    kept, _ = estimator.predicted(ways["none"], "off", 8)
+    offloaded, _ = estimator.predicted(ways["policy all"], 8)
+    kept, _ = estimator.predicted(ways["none"], 8)
     assert kept.memory.fits(estimator.limit_bytes)
     allocator = CachingAllocator(AllocatorSettings(), limit_bytes=estimator.limit_bytes)
     for each in kept.program.residents:

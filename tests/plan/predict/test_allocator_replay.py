@@ -30,7 +30,7 @@ from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.ways import WAYS
+from hf_pyao.tools.estimate.ways import METHODS
 from tests.helpers.plain_allocator import PlainAllocator
 
 MIB = 2**20
@@ -163,23 +163,22 @@ def test_a_first_step_that_frees_early_is_replayed_too(name: str) -> None:
 
 
 RAN = {
-    ("opt:1.3b", "all", "off"): (15, 16),
-    ("gpt2:0.8b", "all", "chunked"): (142, 145),
+    ("opt:1.3b", "policy all"): (15, 16),
+    ("gpt2:0.8b", "policy all + chunked loss"): (142, 145),
 }
-"""Model, policy and loss -> micro-batches of which an emulated RTX 4070 ran the first, and not the
+"""Model and way -> micro-batches of which an emulated RTX 4070 ran the first, and not the
 second, with the default allocator."""
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", RAN)
 def test_largest_micro_batches_are_those_that_an_emulated_card_runs(
-    case: tuple[str, str, str],
+    case: tuple[str, str],
 ) -> None:
-    model, policy, head_loss = case
-    way = next(way for way in WAYS if way.name == f"policy {policy}")
+    model, name = case
     estimator = Estimator(config_of(parse_model(model)), find_hardware("rtx4070"))
     runs, runs_not = RAN[case]
-    assert runs <= estimator.largest_micro_batch(way, head_loss, DEFAULT) < runs_not
+    assert runs <= estimator.largest_micro_batch(METHODS[name], DEFAULT) < runs_not
 
 
 def random_step() -> StepProgram:

@@ -68,11 +68,11 @@ def test_one_question_has_one_answer(
     more = {"training_state": "device", "optimizer_bytes": 0}
     estimator = Estimator(config, hardware, sequence_length=length, **more)
     ways = {way.name: way for way in WAYS}
-    kept, _ = estimator.predicted(ways["none"], "off", micro_batch)
-    everything, _ = estimator.predicted(ways["policy all"], "off", micro_batch)
+    kept, _ = estimator.predicted(ways["none"], micro_batch)
+    everything, _ = estimator.predicted(ways["policy all"], micro_batch)
     limit = int(everything.memory.needed_bytes + draw.random() * 2**20)
     estimator.limit_bytes = limit
-    best, _ = estimator.predicted(AUTO, "off", micro_batch)
+    best, _ = estimator.predicted(AUTO, micro_batch)
 
     # pyao advise, for a live model
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

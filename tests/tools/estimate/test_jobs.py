@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.tools.estimate import jobs as jobs_module
 from hf_pyao.tools.estimate.jobs import Job, _start_method, all_jobs, run_jobs
 
@@ -42,20 +43,17 @@ class MadeUp(Job):
         pass
 
     def run(self, on_done: Any) -> tuple[list[Any], int]:
-        for _, name in self.cases:
-            on_done(name)
-        return [Row(name) for _, name in self.cases], 1
+        for way in self.ways:
+            on_done(way.name)
+        return [Row(way.name) for way in self.ways], 1
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_each_way_is_told_and_rows_are_in_order(num_processes: int, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"options": {}, "config": None, "hardware": None}
     jobs = [
-        MadeUp(cases, **dict.fromkeys(_others(Job)))
-        for cases in (
-            ((None, "policy all"), (None, "none + chunked loss")),
-            ((None, "none"),),
-        )
+        MadeUp(tuple(map(Way, names)), **dict.fromkeys(_others(Job)))
+        for names in (("policy all", "none + chunked loss"), ("none",))
     ]
     told: list[str] = []
     rows, num_recordings = run_jobs(jobs, num_processes, told.append)
@@ -83,4 +81,4 @@ def test_an_interrupt_ends_the_processes_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _others(kind: type[Job]) -> list[str]:
-    return [name for name in kind.__dataclass_fields__ if name != "cases"]
+    return [name for name in kind.__dataclass_fields__ if name != "ways"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
-from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.predict.forecast import Forecast
+from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.predict.profiled_step import ProfiledStep
+from hf_pyao.plan.predictor.predicted_plans import levers_profiled
+from hf_pyao.plan.predictor.predictor import Predictor
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.tools.estimate.lever_arguments import levers_of
 from hf_pyao.tools.option_table import add_rows
 from hf_pyao.tools.report.kinds import read_document
@@ -135,9 +139,11 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     num_layers = {slot.name: slot.num_layers for slot in profile.slots}
     assert num_layers[INPUT] == 3 and num_layers[ATTENTION] == 5  # of five layers
     assert not any(name.startswith("mlp") for name in num_layers)
-    forecast = Forecast(profile, window_bytes=0)
-    leaves = forecast.leaving(OffloadAll(0), 2)  # of layers 3 and 4: from 2 on
-    slots = zip(forecast.program.slots, leaves, strict=True)
+    binds = PlanRequest.of_config(PyAOConfig(keep_last_layers=2, min_bytes=0))
+    binds = dataclasses.replace(binds, levers=levers_profiled(profile))
+    predictor = Predictor.of_profile(ProfiledStep.of(profile), binds)
+    step = predictor.at(1, Way("all", "all")).step  # of layers 3 and 4: from 2 on
+    slots = zip(step.program.slots, step.leaves, strict=True)
     assert {slot.layer for slot, slot_leaves in slots if slot_leaves} == {0, 1}
     plan = tmp_path / "plan.json"
     assert main(["plan", str(path), "--device-memory", "2GiB", "--save", str(plan)]) == 0

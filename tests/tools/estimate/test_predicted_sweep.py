@@ -94,7 +94,7 @@ def test_the_same_inputs_of_segments_leave(every: int) -> None:
             parse_budgets(str(budget)),
             HARDWARE["rtx4070"],
             tokens=BATCH * LENGTH,
-            settings=settings.effective(),
+            settings=settings,
         )
         assert [point.offloaded_bytes for point in points if point.budget == budget] == found[-1:]
     nbytes = program.slots[0].nbytes
@@ -105,7 +105,7 @@ def test_the_same_inputs_of_segments_leave(every: int) -> None:
 def test_what_does_not_fit_is_a_row_with_its_figures() -> None:
     config = config_of(parse_model("llama:" + _of("llama")))
     program = record_step(FakeTraining(config=config), BATCH, LENGTH)
-    card, settings = HARDWARE["rtx4070"], PyAOConfig(policy="all").effective()
+    card, settings = HARDWARE["rtx4070"], PyAOConfig(policy="all")
     points = predict_points(
         program, parse_budgets("0,3"), card, tokens=BATCH * LENGTH, settings=settings
     )

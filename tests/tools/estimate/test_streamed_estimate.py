@@ -50,7 +50,7 @@ def test_rows_stream_only_where_weights_are_frozen() -> None:
         jobs = all_jobs(
             config=None, hardware=None, options=options, micro_batch=None, with_longest=False
         )
-        return {way.name for job in jobs for way, _ in job.cases}
+        return {way.name for job in jobs for way in job.ways}
 
     assert STREAMED.name in ways({"lora_rank": 8})
     assert STREAMED.name not in ways({"lora_rank": None})

@@ -9,11 +9,9 @@ import pytest
 
 from hf_pyao.plan.documents.microbatch import MicroBatchReport, MicroBatchRow
 from hf_pyao.plan.documents.schema import ReportError
-from hf_pyao.tools.report.kinds import figure_of, view_of
-from hf_pyao.tools.report.pages import html_page
-from hf_pyao.tools.report.plots.look import DARK, LIGHT, image_bytes
+from hf_pyao.tools.report.kinds import view_of
 from hf_pyao.tools.report.tables import markdown_of
-from tests.helpers.documents import GIB, make_microbatch
+from tests.helpers.documents import make_microbatch
 
 
 def lengths() -> MicroBatchReport:
@@ -53,21 +51,3 @@ def test_the_table_marks_what_was_chosen() -> None:
     assert table.rows[-1][3:5] == ["14.00 at least", "–"]
     text = markdown_of(lengths())
     assert "| 2,048 (chosen) | 1 | yes |" in text
-
-
-@pytest.mark.parametrize("look", [LIGHT, DARK, dataclasses.replace(LIGHT, is_narrow=True)])
-def test_the_plot_shows_sizes_and_the_limit(look: Any) -> None:
-    figure = figure_of(make_microbatch(), look)
-    assert figure is not None
-    left, right = figure.axes
-    assert list(left.lines[0].get_ydata()) == [30.0, 25.0, 27.5]
-    assert list(right.lines[0].get_ydata()) == [6, 8, 9]
-    assert list(right.lines[1].get_ydata()) == [14]
-    assert set(right.lines[2].get_ydata()) == {make_microbatch().limit_bytes / GIB}
-    assert image_bytes(figure, "png").startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-def test_there_is_a_page_and_no_plot_of_nothing() -> None:
-    assert html_page([make_microbatch(), lengths()]).count("<img") == 2
-    assert figure_of(make_microbatch(rows=[], chosen=None)) is None

@@ -17,13 +17,7 @@ from hf_pyao.tools.report.kinds import figure_of
 from hf_pyao.tools.report.pages import html_page, write_page
 from hf_pyao.tools.report.plots.bench_plots import largest_figure, trade_off_figure
 from hf_pyao.tools.report.plots.labels import place_labels
-from hf_pyao.tools.report.plots.look import (
-    DARK,
-    LIGHT,
-    NARROW_INCHES,
-    Look,
-)
-from tests.helpers.documents import make_bench, make_facts, make_row, make_run, make_step
+from tests.helpers.documents import make_bench, make_facts, make_row, make_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -136,33 +130,7 @@ def test_labels_of_a_cluster_do_not_overlap() -> None:
             assert not box.overlaps(other)
 
 
-@pytest.mark.thorough
-def test_a_plot_is_there_for_light_and_dark_pages_narrow_and_wide() -> None:
-    page = _Page(html_page([make_step()]))
-    sources = [attributes for tag, attributes in page.attributes if tag == "source"]
-    dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 640px)"
-    asked = [f"{dark} and {narrow}", narrow, dark]
-    assert [source["media"] for source in sources] == [f"screen and {each}" for each in asked]
-    (last,) = [attributes["src"] for tag, attributes in page.attributes if tag == "img"]
-    links = [*(source["srcset"] for source in sources), last]
-    images = [base64.b64decode((link or "").partition(",")[2]).decode() for link in links]
-    backs = [DARK.back, LIGHT.back, DARK.back, LIGHT.back]
-    for image, back, is_narrow in zip(images, backs, [True, True, False, False], strict=True):
-        assert f"fill: {back}" in image
-        width_pt = float(re.search(r'width="([\d.]+)pt"', image)[1])  # type: ignore[index]
-        assert (width_pt <= 72 * NARROW_INCHES) == is_narrow
-
-
-def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> None:
-    look = Look(is_narrow=True)
-    for length in range(1, 40):
-        lines = look.wrapped(look.plain("a" * length + "$" * 20), 24).splitlines()
-        assert all(re.fullmatch(r"(a|…|\\\$)*", line) for line in lines)
-    assert LIGHT.wrapped("a b" * 100) == "a b" * 100
-
-
-@pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])
-def test_names_of_bars_do_not_meet(look: Look) -> None:
+def test_names_of_bars_do_not_meet() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     settings = "policy=all,checkpoint_every=1,head_loss=chunked,mlp_tiles="
@@ -170,7 +138,7 @@ def test_names_of_bars_do_not_meet(look: Look) -> None:
         make_row(f"pyao:{settings}{number}", 100.0, 5.0, micro_batch=number + 1, num_tried=9)
         for number in range(9)
     ]
-    figure = largest_figure(make_bench(rows), look)
+    figure = largest_figure(make_bench(rows))
     assert figure is not None
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -180,8 +148,7 @@ def test_names_of_bars_do_not_meet(look: Look) -> None:
         assert not below.overlaps(above)
 
 
-@pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])
-def test_nothing_of_a_run_s_plot_is_cut_or_covered(look: Look) -> None:
+def test_nothing_of_a_run_s_plot_is_cut_or_covered() -> None:
     """The legend of layers stands beside the bars, and each text within the figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -195,7 +162,7 @@ def test_nothing_of_a_run_s_plot_is_cut_or_covered(look: Look) -> None:
         )
         for number in range(24)
     ]
-    figure = figure_of(make_run(layers=layers), look)
+    figure = figure_of(make_run(layers=layers))
     assert figure is not None
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

@@ -7,19 +7,30 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.plan.documents.bench import BenchReport, BenchRow
 from hf_pyao.quantities import GIB
 from hf_pyao.tools.report.plots.labels import place_labels
-from hf_pyao.tools.report.plots.look import FAMILIES, LIGHT, MOST_ROWS, NOTHING, Look, family_of
+from hf_pyao.tools.report.plots.look import (
+    BACK,
+    FAMILIES,
+    INK,
+    MOST_ROWS,
+    NOTHING,
+    SOFT,
+    bars,
+    family_of,
+    new_figure,
+    plain,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def bench_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
+def bench_figure(report: BenchReport) -> Figure | None:
     """Return the plot that belongs to *report*; None if nothing was measured."""
-    return largest_figure(report, look) if report.is_search else trade_off_figure(report, look)
+    return largest_figure(report) if report.is_search else trade_off_figure(report)
 
 
-def trade_off_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
+def trade_off_figure(report: BenchReport) -> Figure | None:
     """Return memory versus time: one point for each measured method, best at the lower left."""
     measured = [row for row in report.rows if row.step is not None]
     on_device = [row for row in measured if row.peak_allocated_bytes is not None]
@@ -27,28 +38,26 @@ def trade_off_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
     rows = rows[:MOST_ROWS]
     if not rows:
         return None
-    figure, axes = look.figure(8.6, 5.4)
+    figure, axes = new_figure(8.6, 5.4)
     handles: dict[str, Any] = {}
-    points, bars = [], []
+    points, lines = [], []
     for row in rows:
         family = family_of(row.method)
         median_ms, left_ms, right_ms = _times(row)
         memory_gib = _memory_bytes(row) / GIB
-        handles[family.label] = _point(axes, look, row)
-        points.append((median_ms, memory_gib, look.plain(row.method), look.colour(family)))
-        bars.append((left_ms, right_ms, memory_gib))
+        handles[family.label] = _point(axes, row)
+        points.append((median_ms, memory_gib, plain(row.method), family.colour))
+        lines.append((left_ms, right_ms, memory_gib))
     what = "peak of allocated device memory" if on_device else "growth of host memory (no device)"
-    quartiles = "median, quartiles" if look.is_narrow else "median and quartiles"
-    more = "" if look.is_narrow else " (axes may begin above 0)"
-    axes.set_xlabel(look.wrapped(f"time of one step, ms: {quartiles}{more}", 34))
+    axes.set_xlabel("time of one step, ms: median and quartiles (axes may begin above 0)")
     axes.set_ylabel(f"{what}, GiB")
     axes.set_xlim(*_limits([x for x, *_ in points]))
     axes.set_ylim(*_limits([y for _, y, *_ in points]))
     labels = [family.label for family in FAMILIES if family.label in handles]
     shown = [handles[label] for label in labels]
-    axes.legend(shown, labels, frameon=False, labelcolor=look.ink, fontsize=9)
-    _title(axes, report, look, "Memory versus time: towards the lower left is better")
-    place_labels(figure, axes, points, bars)
+    axes.legend(shown, labels, frameon=False, labelcolor=INK, fontsize=9)
+    _title(axes, report, "Memory versus time: towards the lower left is better")
+    place_labels(figure, axes, points, lines)
     return figure
 
 
@@ -60,7 +69,7 @@ def _times(row: BenchRow) -> tuple[float, float, float]:
     return median_ms, left_ms, max(median_ms, row.step.upper_quartile_ms)
 
 
-def _point(axes: Axes, look: Look, row: BenchRow) -> Any:
+def _point(axes: Axes, row: BenchRow) -> Any:
     """Draw a method's point and its quartiles; return what a legend shows."""
     family = family_of(row.method)
     median_ms, left_ms, right_ms = _times(row)
@@ -69,7 +78,7 @@ def _point(axes: Axes, look: Look, row: BenchRow) -> Any:
         median_ms,
         memory_gib,
         xerr=[[median_ms - left_ms], [right_ms - median_ms]],
-        color=look.colour(family),
+        color=family.colour,
         elinewidth=1.2,
         capsize=2.5,
         zorder=2,
@@ -79,32 +88,31 @@ def _point(axes: Axes, look: Look, row: BenchRow) -> Any:
         [memory_gib],
         s=170 if family is NOTHING else 62,
         marker=family.marker,
-        color=look.colour(family),
-        edgecolor=look.back,
+        color=family.colour,
+        edgecolor=BACK,
         linewidth=0.8,
         zorder=3,
     )
 
 
-def largest_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
+def largest_figure(report: BenchReport) -> Figure | None:
     """Return the largest micro-batch of each method, as bars."""
     rows = [row for row in report.rows if row.num_tried is not None]
     if not rows:
         return None
     rows = sorted(rows, key=lambda row: row.micro_batch)[-MOST_ROWS:][::-1]
-    inches = look.bar_inches([row.method for row in rows], 0.36)
-    figure, axes = look.figure(8.6, 1.6 + inches * len(rows))
-    shown = [(r.method, float(r.micro_batch), look.colour(family_of(r.method))) for r in rows]
-    look.bars(axes, shown, [_bar_text(row, look) for row in rows])
-    axes.set_xlim(0, max(1, max(row.micro_batch for row in rows)) * (2 if look.is_narrow else 1.3))
-    axes.set_xlabel(look.wrapped("largest micro-batch that fits, sequences", 26))
-    _title(axes, report, look, "Largest micro-batch: longer is better")
+    figure, axes = new_figure(8.6, 1.6 + 0.36 * len(rows))
+    shown = [(r.method, float(r.micro_batch), family_of(r.method).colour) for r in rows]
+    bars(axes, shown, [_bar_text(row) for row in rows])
+    axes.set_xlim(0, max(1, max(row.micro_batch for row in rows)) * 1.3)
+    axes.set_xlabel("largest micro-batch that fits, sequences")
+    _title(axes, report, "Largest micro-batch: longer is better")
     return figure
 
 
-def _bar_text(row: BenchRow, look: Look) -> str:
+def _bar_text(row: BenchRow) -> str:
     if row.status != "ok" and (row.step is None or row.tokens_per_s is None):
-        return f"{row.micro_batch}   {look.plain(row.status)}"
+        return f"{row.micro_batch}   {plain(row.status)}"
     if row.step is None or row.tokens_per_s is None:
         return str(row.micro_batch)
     return f"{row.micro_batch}   {row.tokens_per_s:,.0f} tokens/s"
@@ -115,16 +123,13 @@ def _memory_bytes(row: BenchRow) -> int:
     return value if value is not None else (row.rss_growth_bytes or 0)
 
 
-def _title(axes: Axes, report: BenchReport, look: Look, claim: str) -> None:
-    if look.is_narrow:  # the page's own heading says it
-        axes.set_title(look.wrapped(claim, 40), loc="left", fontsize=9, color=look.ink)
-        return
-    axes.set_title(claim, loc="left", fontsize=12, fontweight="bold", color=look.ink, pad=26)
+def _title(axes: Axes, report: BenchReport, claim: str) -> None:
+    axes.set_title(claim, loc="left", fontsize=12, fontweight="bold", color=INK, pad=26)
     axes.text(
-        *(0, 1.025, look.plain(f"{report.title}, on {report.device.get('name')}", 120)),
+        *(0, 1.025, plain(f"{report.title}, on {report.device.get('name')}", 120)),
         transform=axes.transAxes,
         fontsize=9,
-        color=look.soft,
+        color=SOFT,
     )
 
 

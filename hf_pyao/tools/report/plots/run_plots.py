@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from hf_pyao.plan.documents.run import LayerBytes, RunReport
 from hf_pyao.quantities import GIB, MIB, number
 from hf_pyao.tools.report.plots.look import (
-    LIGHT,
+    INK,
     NOTHING,
     OFFLOAD,
     OURS,
     QUIET,
     RECOMPUTE,
     RELOAD,
-    Look,
+    bars,
+    two_axes,
 )
 from hf_pyao.tools.report.views.run_view import RUN_FIGURES, kept_rows
 
@@ -37,7 +38,7 @@ _TIMES = (
 )
 
 
-def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
+def run_figure(report: RunReport) -> Figure | None:
     """Return the plot of a run; None if it had no micro-batch."""
     if not report.totals.get("num_micro_batches"):
         return None
@@ -48,29 +49,29 @@ def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
         return float(report.totals.get(key, 0)) / num_micro_batches
 
     sizes = [
-        (labels[key], mean(key), look.colour(family))
+        (labels[key], mean(key), family.colour)
         for key, family in _SIZES
         if key != "recomputed_bytes" or mean(key)
     ]
     sizes += [
-        (f"kept: {reason}", mean(f"kept_bytes/{reason}"), look.colour(QUIET))
+        (f"kept: {reason}", mean(f"kept_bytes/{reason}"), QUIET.colour)
         for reason, _ in kept_rows(report)[:5]
     ]
-    times = [(labels[key], mean(key), look.colour(family)) for key, family in _TIMES]
+    times = [(labels[key], mean(key), family.colour) for key, family in _TIMES]
     heights = [1.9 + 0.34 * len(sizes)]
     if report.layers:
         heights.append(2.6)
-    figure, (left, right), below = look.two_axes_and_one(11.0, heights)
+    figure, (left, right), below = two_axes(11.0, heights)
     scale, unit = (GIB, "GiB") if max(size for _, size, _ in sizes) >= GIB else (MIB, "MiB")
-    _draw(left, look, [(label, size / scale, colour) for label, size, colour in sizes])
-    left.set_xlabel(look.wrapped(f"{unit} per micro-batch, mean over the run", 26))
-    left.set_title("saved for backward", loc="left", fontsize=10, color=look.ink)
-    _draw(right, look, times)
-    right.set_xlabel(look.wrapped("ms per micro-batch, mean over the run", 26))
-    title = look.wrapped("copies, and waits for them", 28)
-    right.set_title(title, loc="left", fontsize=10, color=look.ink)
+    _draw(left, [(label, size / scale, colour) for label, size, colour in sizes])
+    left.set_xlabel(f"{unit} per micro-batch, mean over the run")
+    left.set_title("saved for backward", loc="left", fontsize=10, color=INK)
+    _draw(right, times)
+    right.set_xlabel("ms per micro-batch, mean over the run")
+    title = "copies, and waits for them"
+    right.set_title(title, loc="left", fontsize=10, color=INK)
     if below is not None:
-        _draw_layers(below, look, report.layers)
+        _draw_layers(below, report.layers)
     return figure
 
 
@@ -83,7 +84,7 @@ _STRIP = (
 """What a layer's bar consists of, from below."""
 
 
-def _draw_layers(axes: Axes, look: Look, layers: Sequence[LayerBytes]) -> None:
+def _draw_layers(axes: Axes, layers: Sequence[LayerBytes]) -> None:
     """Draw a bar for each layer, in forward order, of what became of its bytes."""
     from matplotlib.ticker import MaxNLocator
 
@@ -94,7 +95,7 @@ def _draw_layers(axes: Axes, look: Look, layers: Sequence[LayerBytes]) -> None:
     for key, label, family in _STRIP:
         sizes = [getattr(layer, key) / scale for layer in layers]
         if any(sizes):
-            colour = look.colour(family)
+            colour = family.colour
             axes.bar(numbers, sizes, 0.86, bottom=bottom, color=colour, label=label)
             bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     axes.set_xlim(-0.6, len(layers) - 0.4)
@@ -103,18 +104,18 @@ def _draw_layers(axes: Axes, look: Look, layers: Sequence[LayerBytes]) -> None:
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("layer, in forward order")
     axes.set_ylabel(f"{unit} per micro-batch")
-    title = look.wrapped("what became of each layer's bytes", 28)
-    axes.set_title(title, loc="left", fontsize=10, color=look.ink)
+    title = "what became of each layer's bytes"
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
     figure = axes.figure
     figure.legend(
         *axes.get_legend_handles_labels(),
         loc="outside lower right",  # inside, it would cover bars
         frameon=False,
-        labelcolor=look.ink,
+        labelcolor=INK,
         fontsize=8.5,
-        ncols=2 if look.is_narrow else 4,
+        ncols=4,
     )
 
 
-def _draw(axes: Axes, look: Look, rows: list[tuple[str, float, str]]) -> None:
-    look.bars(axes, rows, [number(value) for _, value, _ in rows])
+def _draw(axes: Axes, rows: list[tuple[str, float, str]]) -> None:
+    bars(axes, rows, [number(value) for _, value, _ in rows])

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from hf_pyao.plan.documents.step import StepReport, StepSpan
 from hf_pyao.tools.report.plots.look import (
+    BACK,
     BACKWARD,
     FORWARD,
-    LIGHT,
-    NARROW_INCHES,
+    INK,
     NOTHING,
     OFFLOAD,
     OURS,
@@ -19,7 +19,8 @@ from hf_pyao.tools.report.plots.look import (
     RELOAD,
     WAITING,
     Family,
-    Look,
+    plain,
+    style,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _FAR_LIMIT = 2.5
 """A limit so many times above the peak is said, and not drawn: the curve would lie flat."""
 
 
-def step_figure(report: StepReport, look: Look = LIGHT) -> Figure | None:
+def step_figure(report: StepReport) -> Figure | None:
     """Return the plot of a step; None if it has neither memory nor spans."""
     from matplotlib.figure import Figure
 
@@ -62,25 +63,24 @@ def step_figure(report: StepReport, look: Look = LIGHT) -> Figure | None:
     if not rows and not report.memory:
         return None
     heights = [3.2] * bool(report.memory) + [0.7 + 0.36 * len(rows)] * bool(rows)
-    width = NARROW_INCHES if look.is_narrow else 11.0
-    figure = Figure(figsize=(width, sum(heights) + 0.8), layout="constrained", facecolor=look.back)
+    figure = Figure(figsize=(11.0, sum(heights) + 0.8), layout="constrained", facecolor=BACK)
     all_axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
     ).flat
     pending = list(all_axes)
     for axes in pending:
-        look.style(axes)
+        style(axes)
     pending[-1].set_xlabel("time since the step began, ms")
     pending[-1].set_xlim(0, max(float(report.end_ms), 1e-9))
     if report.memory:
-        _draw_memory(pending.pop(0), look, report)
+        _draw_memory(pending.pop(0), report)
     if rows:
-        _draw_spans(pending.pop(0), look, report, rows)
-        _legend(figure, look, report)
+        _draw_spans(pending.pop(0), report, rows)
+        _legend(figure, report)
     return figure
 
 
-def _draw_memory(axes: Axes, look: Look, report: StepReport) -> None:
+def _draw_memory(axes: Axes, report: StepReport) -> None:
     peak_bytes = max(float(point.nbytes) for point in report.memory)
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1e9, "GB"), (1e6, "MB")) if peak_bytes >= scale),
@@ -88,32 +88,32 @@ def _draw_memory(axes: Axes, look: Look, report: StepReport) -> None:
     )
     times_ms = [float(point.time_ms) for point in report.memory]
     sizes = [point.nbytes / scale for point in report.memory]
-    colour = look.colour(OFFLOAD)
+    colour = OFFLOAD.colour
     axes.fill_between(times_ms, sizes, step="post", color=colour, alpha=0.22, linewidth=0)
     axes.plot(times_ms, sizes, drawstyle="steps-post", color=colour, linewidth=1.1)
     top = peak_bytes / scale
     limit = report.limit_bytes
     if limit is not None and limit <= _FAR_LIMIT * peak_bytes:
         top = max(top, limit / scale)
-        axes.axhline(limit / scale, color=look.colour(WAITING), linestyle="--", linewidth=1.1)
-        _say_beside(axes, look, 0.0, limit / scale, f"limit {limit / scale:,.4g} {unit}", WAITING)
+        axes.axhline(limit / scale, color=WAITING.colour, linestyle="--", linewidth=1.1)
+        _say_beside(axes, 0.0, limit / scale, f"limit {limit / scale:,.4g} {unit}", WAITING)
     axes.set_ylim(0, max(top, 1e-9) * 1.16)
-    axes.set_ylabel(look.wrapped(f"memory on the device, {unit}"))
+    axes.set_ylabel(f"memory on the device, {unit}")
     if report.peak is not None:
-        _mark_peak(axes, look, report, scale, unit)
+        _mark_peak(axes, report, scale, unit)
 
 
-def _mark_peak(axes: Axes, look: Look, report: StepReport, scale: float, unit: str) -> None:
+def _mark_peak(axes: Axes, report: StepReport, scale: float, unit: str) -> None:
     peak = report.peak
     assert peak is not None
     x, y = float(peak.time_ms), peak.nbytes / scale
-    axes.plot([x], [y], marker="o", color=look.colour(NOTHING), markersize=5, clip_on=False)
-    _say_beside(axes, look, x, y, f"peak {y:,.4g} {unit}", NOTHING)
-    said = f"peak in {look.plain(peak.place)}, set by {look.plain(peak.tensor)}"
-    axes.set_title(look.wrapped(said, 40), loc="left", fontsize=9, color=look.ink)
+    axes.plot([x], [y], marker="o", color=NOTHING.colour, markersize=5, clip_on=False)
+    _say_beside(axes, x, y, f"peak {y:,.4g} {unit}", NOTHING)
+    said = f"peak in {plain(peak.place)}, set by {plain(peak.tensor)}"
+    axes.set_title(said, loc="left", fontsize=9, color=INK)
 
 
-def _say_beside(axes: Axes, look: Look, x: float, y: float, text: str, family: Family) -> None:
+def _say_beside(axes: Axes, x: float, y: float, text: str, family: Family) -> None:
     """Write *text* above a point, towards the middle of the plot."""
     is_right = x > axes.get_xlim()[1] / 2
     axes.annotate(
@@ -124,12 +124,12 @@ def _say_beside(axes: Axes, look: Look, x: float, y: float, text: str, family: F
         ha="right" if is_right else "left",
         va="bottom",
         fontsize=9,
-        color=look.colour(family),
+        color=family.colour,
     )
 
 
 def _draw_spans(
-    axes: Axes, look: Look, report: StepReport, rows: Sequence[tuple[str, tuple[str, ...]]]
+    axes: Axes, report: StepReport, rows: Sequence[tuple[str, tuple[str, ...]]]
 ) -> None:
     finest_ms = float(report.end_ms) / FINEST
     for number, (_, lanes) in enumerate(rows):
@@ -141,7 +141,7 @@ def _draw_spans(
                 axes.broken_barh(
                     bars,
                     (number - 0.36, 0.72),
-                    color=look.colour(_FAMILIES[lane]),
+                    color=_FAMILIES[lane].colour,
                     alpha=(1.0, 0.62)[shade],
                     linewidth=0,
                 )
@@ -174,11 +174,11 @@ def _two_shades(
     return shades
 
 
-def _legend(figure: Figure, look: Look, report: StepReport) -> None:
+def _legend(figure: Figure, report: StepReport) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=look.colour(_FAMILIES[lane]), label=label)
+        Patch(color=_FAMILIES[lane].colour, label=label)
         for lane, label in _LEGEND
         if any(span.lane == lane for span in report.spans)
     ]
@@ -188,6 +188,6 @@ def _legend(figure: Figure, look: Look, report: StepReport) -> None:
             loc="outside lower right",
             ncols=len(handles),
             frameon=False,
-            labelcolor=look.ink,
+            labelcolor=INK,
             fontsize=8.5,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hf_pyao.plan.documents.sweep import BYTES, Spread, SweepReport, SweepRow
 from hf_pyao.quantities import GIB, MIB
 from hf_pyao.tools.report.plots.labels import place_labels
-from hf_pyao.tools.report.plots.look import LIGHT, MOST_ROWS, OURS, RECOMPUTE, Look
+from hf_pyao.tools.report.plots.look import INK, MOST_ROWS, OURS, RECOMPUTE, plain, two_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ MOST_LABELS = 12
 """Most points of the trade-off that are labelled beside the knee and the ends."""
 
 
-def sweep_figure(report: SweepReport, look: Look = LIGHT) -> Figure | None:
+def sweep_figure(report: SweepReport) -> Figure | None:
     """Return the plots of a sweep; None if fewer than two budgets have figures.
 
     The left one is NeuroCache's Figure 4, the right one its Figure 6. Bars are standard deviations
@@ -27,30 +27,29 @@ def sweep_figure(report: SweepReport, look: Look = LIGHT) -> Figure | None:
     rows = [row for row in report.rows if row.memory_bytes and row.tokens_per_s][:MOST_ROWS]
     if len(rows) < 2:
         return None
-    figure, (left, right) = look.two_axes(11.0, 4.6, ratios=(1, 1))
+    figure, (left, right), _ = two_axes(11.0, [4.6], (1, 1))
     most = max(row.memory_bytes.mean for row in rows if row.memory_bytes)
     unit, name = (GIB, "GiB") if most >= 10 * GIB else (MIB, "MiB")
-    _memory(left, report, rows, look, unit)
+    _memory(left, report, rows, unit)
     left.set_ylabel(f"memory, {name}")
-    _trade_off(right, report, rows, look, unit)
+    _trade_off(right, report, rows, unit)
     right.set_xlabel(f"memory, {name}: less to the left")
     right.set_ylabel("tokens/s")
-    left.set_title("memory over the budget", loc="left", fontsize=10, color=look.ink)
-    right.set_title("throughput over memory", loc="left", fontsize=10, color=look.ink)
-    if not look.is_narrow:
-        figure.suptitle(look.plain(report.title, 110), color=look.ink, fontsize=11)
-    place_labels(figure, right, _labels(report, rows, look, unit), _line(rows, unit))
+    left.set_title("memory over the budget", loc="left", fontsize=10, color=INK)
+    right.set_title("throughput over memory", loc="left", fontsize=10, color=INK)
+    figure.suptitle(plain(report.title, 110), color=INK, fontsize=11)
+    place_labels(figure, right, _labels(report, rows, unit), _line(rows, unit))
     return figure
 
 
-def _memory(axes: Axes, report: SweepReport, rows: list[SweepRow], look: Look, unit: float) -> None:
+def _memory(axes: Axes, report: SweepReport, rows: list[SweepRow], unit: float) -> None:
     scale = MIB if report.budgets_are == BYTES else 1
     means = [_mean(row.memory_bytes) / unit for row in rows]
     axes.errorbar(
         [row.budget / scale for row in rows],
         means,
         yerr=[_deviation(row.memory_bytes) / unit for row in rows],
-        color=look.colour(OURS),
+        color=OURS.colour,
         marker=OURS.marker,
         markersize=5,
         capsize=3,
@@ -62,7 +61,7 @@ def _memory(axes: Axes, report: SweepReport, rows: list[SweepRow], look: Look, u
             [_mean(knee.memory_bytes) / unit],
             s=150,
             facecolor="none",
-            edgecolor=look.colour(RECOMPUTE),
+            edgecolor=RECOMPUTE.colour,
             linewidth=2,
             zorder=4,
         )
@@ -70,16 +69,14 @@ def _memory(axes: Axes, report: SweepReport, rows: list[SweepRow], look: Look, u
     axes.set_xlabel(f"budget of a forward, {what}")
 
 
-def _trade_off(
-    axes: Axes, report: SweepReport, rows: list[SweepRow], look: Look, unit: float
-) -> None:
+def _trade_off(axes: Axes, report: SweepReport, rows: list[SweepRow], unit: float) -> None:
     ordered = sorted(rows, key=lambda row: _mean(row.memory_bytes))
     axes.errorbar(
         [_mean(row.memory_bytes) / unit for row in ordered],
         [_mean(row.tokens_per_s) for row in ordered],
         xerr=[_deviation(row.memory_bytes) / unit for row in ordered],
         yerr=[_deviation(row.tokens_per_s) for row in ordered],
-        color=look.colour(OURS),
+        color=OURS.colour,
         marker=OURS.marker,
         markersize=5,
         capsize=3,
@@ -92,17 +89,17 @@ def _trade_off(
             [_mean(knee.tokens_per_s)],
             s=150,
             facecolor="none",
-            edgecolor=look.colour(RECOMPUTE),
+            edgecolor=RECOMPUTE.colour,
             linewidth=2,
             zorder=4,
             label="knee",
         )
-        axes.legend(frameon=False, labelcolor=look.ink, fontsize=9, loc="lower right")
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     axes.margins(x=0.12, y=0.15)
 
 
 def _labels(
-    report: SweepReport, rows: list[SweepRow], look: Look, unit: float
+    report: SweepReport, rows: list[SweepRow], unit: float
 ) -> list[tuple[float, float, str, str]]:
     """Return where budgets are named: all of a few, else the ends, the knee, and some between."""
     every = max(1, -(-len(rows) // MOST_LABELS))
@@ -117,7 +114,7 @@ def _labels(
             _mean(row.memory_bytes) / unit,
             _mean(row.tokens_per_s),
             f"{row.budget / scale:,.0f}{ending}",
-            look.colour(RECOMPUTE) if row.budget == report.knee else look.ink,
+            RECOMPUTE.colour if row.budget == report.knee else INK,
         )
         for row in shown
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,20 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.cli import main
-from hf_pyao.engine.runtime.policy import OffloadAll
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.measure.profile_merge import merge_profiles
-from hf_pyao.plan.measure.profile_steps import steps_of
-from hf_pyao.plan.policies.budget import OffloadBudget
+from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import times_of
-from hf_pyao.plan.predict.forecast import Forecast, ForecastError
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.predict.profiled_step import ForecastError, ProfiledStep
+from hf_pyao.plan.predictor.predicted_plans import compared, prediction_of
+from hf_pyao.plan.predictor.predictor import Predictor
+from hf_pyao.plan.predictor.profile_steps import steps_of
+from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.helpers.simulation.device import SimulatedDevice
@@ -32,6 +35,7 @@ from tests.helpers.simulation.transport import SimulatedTransport
 
 SPEEDS = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=5.0, launch_us=2.0)
 LINK = LinkModel(d2h_gib_per_s=0.5, h2d_gib_per_s=0.7)
+BINDS = PlanRequest.of_config(replace(EVERY_LAYER, window=0))
 
 
 def step(model: torch.nn.Module) -> None:
@@ -80,37 +84,33 @@ def profiled(architecture: str, folder: Path, **settings: Any) -> tuple[torch.nn
 def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> None:
     """Measured once, under policy ``all``: other plans are predicted from it, and then run."""
     model, profile = profiled(architecture, tmp_path)
-    forecast = Forecast(profile, link=LINK, window_bytes=0)
-    everything = forecast.leaving(OffloadAll(0), 0)
-    budget_bytes = sum(s.nbytes for s in forecast.program.slots if s.stays is None) // 2
+    profiled_step = ProfiledStep.of(profile, link=LINK)
+    predictor = Predictor.of_profile(profiled_step, BINDS)
+    budget_bytes = sum(s.nbytes for s in profiled_step.program.slots if s.stays is None) // 2
     cases = {
-        "off": (replace(EVERY_LAYER, policy="off"), [False] * len(everything)),
-        "all": (replace(EVERY_LAYER, window=0), everything),
-        "budget": (
-            replace(EVERY_LAYER, window=0, policy="budget", budget=f"{budget_bytes}B"),
-            forecast.leaving(OffloadBudget(0, max_bytes=budget_bytes), 0),
-        ),
+        "off": replace(EVERY_LAYER, policy="off"),
+        "all": replace(EVERY_LAYER, window=0),
+        "budget": replace(EVERY_LAYER, window=0, policy="budget", budget=f"{budget_bytes}B"),
     }
-    for name, (config, leaves) in cases.items():
+    for name, config in cases.items():
         step_ms, stall_ms, figures, _ = run_on_a_clock(model, config)
-        predicted = forecast.outcome(leaves).timed
+        predicted = predictor.at(1, Way.of_config(config)).timed
         assert predicted.offloaded_bytes == figures.get("offloaded_bytes", 0)
         assert predicted.step_ms == pytest.approx(step_ms, rel=0.05), name
         predicted_ms = predicted.stall_forward_ms + predicted.stall_backward_ms
         assert predicted_ms == pytest.approx(stall_ms, rel=0.1, abs=0.02 * step_ms), name
-    kept = forecast.outcome(cases["off"][1])
-    assert forecast.outcome(everything).step_ms > 1.2 * kept.step_ms
+    kept, everything = (predictor.at(1, Way(name, name)) for name in ("off", "all"))
+    assert everything.step_ms > 1.2 * kept.step_ms
 
 
 @pytest.mark.thorough
 def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> None:
     _, profile = profiled("llama", tmp_path)
-    forecast = Forecast(profile, window_bytes=0)
-    compared = {each.name: each for each in forecast.compared(forecast.leaving(OffloadAll(0), 0))}
-    inside = compared["layers, head and loss"]
+    figures = {each.name: each for each in compared(ProfiledStep.of(profile), BINDS)}
+    inside = figures["layers, head and loss"]
     assert inside.predicted == pytest.approx(inside.measured, rel=0.05)
     for name in ("offloaded_bytes", "host_peak_bytes"):
-        assert compared[name].predicted == compared[name].measured > 0
+        assert figures[name].predicted == figures[name].measured > 0
 
 
 @pytest.mark.thorough
@@ -125,6 +125,8 @@ def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> 
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "profile.json"), "-o", str(page)]) == 0
     assert "the last micro-batch, measured" in page.read_text()
+    snapshot = pickle.loads((tmp_path / "page-1.pickle").read_bytes())
+    assert "layers.1" in str(snapshot) or "h.1" in str(snapshot)
     trace = tmp_path / "trace.json"
     assert main(["report", str(tmp_path / "profile.json"), "-o", str(trace)]) == 0
     assert json.loads(trace.read_text())["traceEvents"]
@@ -181,10 +183,12 @@ def test_a_predicted_profile_says_so_and_predicts_the_same(
     assert profile.speeds is not None
     device = DeviceModel(**profile.speeds)
     assert times_of(profile, program) == operation_times_ms(program, device)
-    forecast = Forecast(profile, window_bytes=2**28)
-    leaves = forecast.leaving(OffloadAll(0), 1)
-    direct = predict(program, leaves, window_bytes=2**28, device=device, link=forecast.link)
-    assert forecast.outcome(leaves).timed == direct
+    profiled_step = ProfiledStep.of(profile)
+    binds = replace(BINDS, window_bytes=2**28, keep_last_layers=1)
+    found = Predictor.of_profile(profiled_step, binds).at(1, Way("all", "all"))
+    leaves, link = found.step.leaves, profiled_step.link
+    direct = predict(program, leaves, window_bytes=2**28, device=device, link=link)
+    assert found.timed == direct
     assert main(["plan", str(predicted), "--try", "--device-memory", "1MiB"]) == 0
     printed = capsys.readouterr().out
     assert "(too much)" in printed
@@ -200,14 +204,14 @@ def test_a_predicted_profile_says_so_and_predicts_the_same(
 @pytest.mark.thorough
 def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
     profile = Profile.from_dict(json.loads(predicted.read_text()))
-    forecast = Forecast(profile, window_bytes=0)
+    profiled_step = ProfiledStep.of(profile)
     plan = Plan(
         slots=[PlannedSlot(name="activation_fn:0", action="offload", layers=[0, 2])],
         otherwise="keep",
         model=profile.model,
     )
-    leaves = forecast.carried_out(plan, min_bytes=0).leaves
-    chosen = [s for s, leaving in zip(forecast.program.slots, leaves, strict=True) if leaving]
+    step = Predictor.of_profile(profiled_step, BINDS).at(1, Way("mine", plan=plan)).step
+    chosen = [s for s, leaves in zip(step.program.slots, step.leaves, strict=True) if leaves]
     assert [(slot.layer, slot.name) for slot in chosen] == [
         (0, "activation_fn:0"),
         (2, "activation_fn:0"),
@@ -223,7 +227,7 @@ def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
         (replace(plan, slots=[PlannedSlot(name="mlp:7", action="keep")]), "has not"),
     ):
         with pytest.raises(PlanError, match=words):
-            forecast.carried_out(bad, min_bytes=0)
+            prediction_of(profiled_step, BINDS, {"bad": bad}, limit_bytes=None, device_name="x")
 
 
 Spoil = Callable[[dict[str, Any]], None]
@@ -358,4 +362,4 @@ def test_ranks_are_one_profile(tmp_path: Path) -> None:
 def test_without_a_step_nothing_is_predicted(tmp_path: Path) -> None:
     _, profile = profiled("opt", tmp_path)
     with pytest.raises(ForecastError, match=r"no reason.*profile the plain model"):
-        Forecast(replace(profile, program=None), window_bytes=0)
+        ProfiledStep.of(replace(profile, program=None))

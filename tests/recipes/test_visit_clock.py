@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pyao.plan.weights.visit_clock import VisitClock, VisitTimes, least_step_ms
+from experiments.visit_clock import VisitClock, VisitTimes, least_step_ms
 
 
 def step_ms(blocks: list[VisitTimes], num_slots: int = 2) -> float:
