@@ -8,7 +8,6 @@ handle on it.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Container
 from typing import Any
 
@@ -104,8 +103,11 @@ class Replay:
             weakref.WeakValueDictionary()
         )
         """Those that some graph node may still ask for, by what they hold."""
-        self.rebuilt: dict[Value, torch.UntypedStorage] = {}
-        self.uses: defaultdict[Value, int] = defaultdict(int)
+        # Weak: what no graph node may ask for any more goes, with the stored tensors it would read.
+        self.rebuilt: weakref.WeakKeyDictionary[Value, torch.UntypedStorage] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.uses: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         """How many operations still to be replayed read a value."""
         self._is_counted = False
 
@@ -185,7 +187,7 @@ class Replay:
                 continue
             seen.add(operation)
             for parent in operation.parents:
-                self.uses[parent] += 1
+                self.uses[parent] = self.uses.get(parent, 0) + 1
                 pending.append(parent)
 
 
@@ -245,7 +247,7 @@ class _Run:
         kwargs = {key: self._thawed(arg) for key, arg in operation.kwargs.items()}
         parents = operation.parents
         for parent in parents:
-            self._replay.uses[parent] -= 1
+            self._replay.uses[parent] = self._replay.uses.get(parent, 0) - 1
         if operation.args:
             args.insert(0, self._first(operation))
         out = _call(operation, args, kwargs)

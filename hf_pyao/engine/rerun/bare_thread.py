@@ -25,7 +25,9 @@ def bare_thread() -> Iterator[None]:
     casts of real weights), ``no_grad`` and inference mode. The default device stays: what a forward
     makes lies there. So do settings of the whole process, such as the default dtype.
     """
-    device, num_modes = torch.get_default_device(), torch._C._len_torch_function_stack()
+    num_modes = torch._C._len_torch_function_stack()
+    with torch._C.DisableTorchFunction():  # to name a device is a call that modes see
+        device = torch.get_default_device()
     with contextlib.ExitStack() as stack:
         for _ in range(num_modes):
             stack.enter_context(_pop_mode_temporarily())
