@@ -340,12 +340,13 @@ class AutoActions:
         if other is None:
             return None
         measured_ms = typical(timed).layers_ms
-        timing = other.chosen.timed
-        other_ms = ExpectedTimes.of(other.chosen.step, timing).layers_ms
-        device_ms = other_ms - timing.host_forward_ms - timing.host_backward_ms
+        times = ExpectedTimes.of(other.chosen.step, other.chosen.timed)
+        device_ms = times.layers_ms - times.host_ms
         if measured_ms <= LOSES * device_ms:
             return None
-        words = f"the plan before took {measured_ms:.1f} ms, and this should take {other_ms:.1f}"
+        words = (
+            f"the plan before took {measured_ms:.1f} ms, and this should take {times.layers_ms:.1f}"
+        )
         ready = ready_of(other.plan, self._settings.given)
         return on.Corrected(ready, other, words, frozenset({CHECKPOINTING}), is_another=True)
 

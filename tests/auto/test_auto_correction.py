@@ -11,7 +11,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.auto.plans.correction import COMPUTE, COPIES, REBUILDING, Finding, find_off
+from hf_pyao.auto.plans.correction import COMPUTE, COPIES, HOST, REBUILDING, Finding, find_off
 from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.config import GIB
@@ -64,6 +64,25 @@ def test_a_single_slow_micro_batch_says_nothing() -> None:
         micro_batches = [timed()] * 3
         micro_batches[number] = slow
         assert find(*micro_batches) is None
+
+
+@pytest.mark.parametrize("factor", [1.6, 0.4])
+def test_where_the_device_waits_for_the_host_that_is_what_is_off(factor: float) -> None:
+    times = ExpectedTimes(
+        forward_ms=90.0, backward_ms=50.0, rebuild_ms=10.0, stall_ms=5.0, host_ms=60.0
+    )
+    micro_batches = [timed(90.0 * factor, 60.0 * factor, 5.0)] * 3
+    found = find(*micro_batches, under=lambda _: times)
+    assert found is not None
+    assert found.causes == {HOST}
+    assert found.correction == Correction(host=pytest.approx(factor))
+    assert find(*micro_batches, under=lambda _: times, known=frozenset({HOST})) is None
+    assert "sets the pace" in found.words
+    # A host that the device hardly waits for is not to blame.
+    rarely = replace(times, host_ms=3.0)
+    found = find(*micro_batches, under=lambda _: rarely)
+    assert found is not None
+    assert found.causes == {COMPUTE}
 
 
 @pytest.mark.parametrize("factor", [1.5, 0.5])

@@ -1,8 +1,9 @@
 """Compares the times of micro-batches under a plan with the prediction, and says what was wrong.
 
-Three predictions may be wrong: of compute, of rebuilding, and of copies. Forward rebuilds nothing,
-so its time shows how fast compute is; what backward takes longer is due to rebuilding, if there is
-any. A single slow micro-batch shows nothing: all timed ones must differ in the same direction. Each
+Four predictions may be wrong: of compute, of rebuilding, of copies, and of the host. Where the
+device is predicted to wait for the host, the time of all compute shows how fast that is. Else forward
+rebuilds nothing, so its time shows how fast compute is; what backward takes longer is due to
+rebuilding, if there is any. A single slow micro-batch shows nothing: all timed ones must differ in the same direction. Each
 cause is corrected once, so that plans do not oscillate.
 """
 
@@ -35,6 +36,7 @@ LEAST_TIMED = 2
 COMPUTE = "compute"
 REBUILDING = "rebuilding"
 COPIES = "copies"
+HOST = "host"
 CHECKPOINTING = "checkpointing"
 """Of what is off in all, where checkpointing should be faster: :meth:`Draft.checkpointed`."""
 
@@ -81,6 +83,7 @@ def find_off(
     found = _of_compute(timed, expected, _are_full_size(timed, num_elements))
     if found is not None:
         cause = REBUILDING if found.compute == found.backward == 1.0 else COMPUTE
+        cause = cause if found.host == 1.0 else HOST
         if cause not in known:
             causes.add(cause)
             correction = found
@@ -102,7 +105,10 @@ def _are_full_size(timed: Sequence[TimedMicroBatch], num_elements: int) -> bool:
 
 
 def _compute_words(timed: Sequence[TimedMicroBatch], expected: ExpectedTimes, cause: str) -> str:
-    what = "what is rebuilt makes backward take" if cause == REBUILDING else "compute takes"
+    what = {
+        REBUILDING: "what is rebuilt makes backward take",
+        HOST: "the host, which sets the pace, takes",
+    }.get(cause, "compute takes")
     measured_ms = max(0.0, median(each.compute_ms for each in timed))
     return f"{what} {measured_ms / expected.compute_ms:.2f} times what was predicted"
 
@@ -118,6 +124,9 @@ def _of_compute(
     in_forward = [each.compute_forward_ms - expected.forward_ms for each in timed]
     if not any(_are_off(values, spare_ms, may_be_faster) for values in (in_all, in_forward)):
         return None
+    if expected.host_ms > spare_ms:
+        host = median(each.compute_ms for each in timed) / expected.compute_ms
+        return Correction(host=max(host, LEAST_FACTOR))
     compute = median(each.compute_forward_ms for each in timed) / expected.forward_ms
     if abs(compute - 1) < STEADY or (compute < 1 and not may_be_faster):
         compute = 1.0

@@ -139,7 +139,7 @@ class Predictor:
             speed_ratios=MEASURED if is_measured else PRESET,
             rebuild_factor=correction.rebuild,
             is_blocking=profiled.is_blocking,
-            host=profiled.host,
+            host=profiled.host and profiled.host.scaled(correction.host),
         )
         dtypes = {slot.name: slot.dtype for slot in profile.slots}
         return cls(step_at, card, binds, dtypes=dtypes)

@@ -25,6 +25,8 @@ class Correction:
     """Of what operations take that run again to rebuild something, besides."""
     copies: float = 1.0
     """Of what copies take."""
+    host: float = 1.0
+    """Of what a step costs the host."""
 
     def times(self, other: Correction) -> Correction:
         """Return both, one after the other."""
@@ -33,6 +35,7 @@ class Correction:
             backward=self.backward * other.backward,
             rebuild=self.rebuild * other.rebuild,
             copies=self.copies * other.copies,
+            host=self.host * other.host,
         )
 
     def times_ms(self, program: StepProgram, times_ms: Sequence[float]) -> list[float]:
@@ -82,6 +85,8 @@ class ExpectedTimes:
     """What is rebuilt."""
     stall_ms: float
     """How long compute waits for copies."""
+    host_ms: float = 0.0
+    """How much of forward and backward is waiting for the host."""
 
     @property
     def compute_ms(self) -> float:
@@ -110,6 +115,7 @@ class ExpectedTimes:
             + timed.host_backward_ms,
             rebuild_ms=step.rebuild_ms,
             stall_ms=timed.stall_forward_ms + timed.stall_backward_ms,
+            host_ms=timed.host_forward_ms + timed.host_backward_ms,
         )
 
     def figures(self) -> dict[str, float]:
