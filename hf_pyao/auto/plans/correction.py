@@ -1,10 +1,10 @@
 """Compares the times of micro-batches under a plan with the prediction, and says what was wrong.
 
 Four predictions may be wrong: of compute, of rebuilding, of copies, and of the host. Where the
-device is predicted to wait for the host, the time of all compute shows how fast that is. Else forward
-rebuilds nothing, so its time shows how fast compute is; what backward takes longer is due to
-rebuilding, if there is any. A single slow micro-batch shows nothing: all timed ones must differ in the same direction. Each
-cause is corrected once, so that plans do not oscillate.
+device is predicted to wait for the host, the time of all compute shows how fast that is. Elsewhere
+forward rebuilds nothing, so its time shows how fast compute is; what backward takes longer is due
+to rebuilding, if there is any. A single slow micro-batch shows nothing: all timed ones must differ
+in the same direction. Each cause is corrected once, so that plans do not oscillate.
 """
 
 from __future__ import annotations

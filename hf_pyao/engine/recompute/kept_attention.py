@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from hf_pyao.engine.recompute.dispatch_modes import RemovableMode, device_asked_for
-from hf_pyao.engine.recompute.one_kernel import KernelWatcher
 from hf_pyao.engine.recompute.operations import Rule, Rules
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
@@ -97,7 +97,7 @@ def _layouts(arguments: Sequence[Any]) -> list[Any]:
     ]
 
 
-class _AttentionMode(RemovableMode, KernelWatcher):  # type: ignore[no-untyped-call]
+class _AttentionMode(RemovableMode):  # type: ignore[no-untyped-call]
     """Sees the operations of a layer call."""
 
     def __init__(self, rules: Rules) -> None:
@@ -122,7 +122,7 @@ class _AttentionMode(RemovableMode, KernelWatcher):  # type: ignore[no-untyped-c
         return runner_of(func)(*args, **kwargs)
 
     def run_as_one(self, run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:
-        """Run several kernels as if they were one."""
+        """Return ``run(*arguments)``, or what stands for it; the kernels inside do not count."""
         self._is_inside = True
         try:
             return self.run_kernel(run, tuple(arguments), {}, draws=draws)
@@ -232,3 +232,17 @@ class GivenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
             if outputs is not None:
                 return outputs
         return func(*args, **kwargs)
+
+
+def run_as_one_kernel(run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:
+    """Return ``run(*arguments)``, whose kernels count as one where attention is kept.
+
+    Args:
+        run: runs the kernels.
+        arguments: what *run* takes, tensors among it.
+        draws: whether it draws random numbers.
+    """
+    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        if isinstance(mode, _AttentionMode):
+            return mode.run_as_one(run, arguments, draws=draws)
+    return run(*arguments)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_pyao.engine.recompute.one_kernel import run_as_one_kernel
+from hf_pyao.engine.recompute.kept_attention import run_as_one_kernel
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, Kernel
 from hf_pyao.plan.options.group_plan import Group, GroupPlan
