@@ -18,6 +18,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -215,14 +216,16 @@ class _Attempt:
             reason_not_alone(self._collectives, trace)
             or reason_of_wrappers(model, trace, has_written=self._state.has_written)
             or of_tensors
-            or self._reason_of_others(num_backwards)
+            or self._reason_of_others(
+                num_backwards, trace if in_backward and num_backwards == 1 else None
+            )
         )
 
-    def _reason_of_others(self, num_backwards: int) -> str:
+    def _reason_of_others(self, num_backwards: int, failed: TracebackType | None) -> str:
         """Look for gradients of others that it may have written."""
         if self._writes_only_this_model or num_backwards <= 0:
             return ""
-        other = find_other(self._state.parameters)
+        other = find_other(self._state.parameters, failed)
         if other is None:
             return ""
         return (

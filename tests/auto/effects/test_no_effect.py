@@ -310,7 +310,7 @@ def test_the_report_has_the_facts(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_zero_packs_after_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that was compiled before, and is not forgotten, runs without our hooks."""
-    monkeypatch.setattr("hf_pyao.auto.offloader.forget_compiled_code", lambda: None)
+    monkeypatch.setattr("hf_pyao.auto.offloader.forget_compiled_code", lambda *_: None)
     model = llama()
     # Not by monkeypatch, which would delete the setting when it puts it back.
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):

@@ -387,6 +387,7 @@ def test_hooks_that_take_up_gradients_end_the_run_in_backward_alone() -> None:
 Writes = Callable[[Any, nn.Module], Any]
 
 WRITES_OTHERS: dict[str, tuple[bool, Writes]] = {
+    "not": (False, lambda model, other: step(model)),
     "in its graph": (
         True,
         lambda model, other: (model(**BATCH).loss + other(torch.ones(1, 4)).sum()).backward(),
@@ -596,7 +597,7 @@ def test_out_of_memory_in_a_hook_on_a_parameter_ends_the_run(fails_at: int) -> N
             offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
 
 
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward"])
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
 def test_out_of_memory_in_a_users_hook(kind: str) -> None:
     expected = gradients()
     model = tiny_model("llama", dropout=0.1)

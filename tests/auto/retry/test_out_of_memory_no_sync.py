@@ -54,8 +54,7 @@ def train(number: int, *, in_backward: bool, offloads: bool = True, **options: A
             if offloader is None:
                 micro_batch()
             else:
-                # Models of other tests may have gradients still.
-                offloader.run_micro_batch(micro_batch, writes_only_this_model=True)
+                offloader.run_micro_batch(micro_batch)
             if is_last:
                 optimizer.step()
                 optimizer.zero_grad()
