@@ -53,8 +53,8 @@ IN_STEP = HostModel(queue_limit=0)
 class HostCosts:
     """What the parts of a step take the host: the time of Python, mostly.
 
-    The defaults were fitted by hand to a few steps of OPT-1.3B and Llama-1.2B on an H200. How fast a
-    host is says its profile: see :func:`~hf_pyao.plan.predict.host_times.host_costs_of`.
+    The defaults were fitted by hand to a few steps of OPT-1.3B and Llama-1.2B on an H200. How fast
+    a host is says its profile: see ``host_costs_of`` in ``predict/host_times.py``.
     """
 
     op_ms: float = 0.036
