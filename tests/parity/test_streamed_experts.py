@@ -99,14 +99,6 @@ def test_of_each_mixture(model_type: str, experts: str, precision: str) -> None:
     check(model, f"{model_type}, {experts}, {precision}", autocast)
 
 
-@pytest.mark.sampled(every=9)
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager", "batched_mm"])
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_uploaded_in_the_dtype_of_autocast(model_type: str, experts: str) -> None:
-    what = f"{model_type}, {experts}, compute"
-    check(mixture(model_type, experts), what, torch.bfloat16, stream_dtype="compute")
-
-
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS)
@@ -150,8 +142,7 @@ def test_at_every_operation_two_groups_are_on_the_device_and_the_graph_holds_non
             for _ in range(3):
                 # No activation of this batch is as large as a slot.
                 loss = model(**tiny_batch(0, size=5, length=15)).loss
-                ring.stop()
-                assert slots.living() == 0, "the graph holds bytes of a frozen weight"
+                assert sum(each.num_holders for each in ring.on_device) == 0, "the graph holds bytes of a frozen weight"
                 loss.backward()
                 uploads.append(ring.num_uploads)
         assert slots.most == 2

@@ -23,10 +23,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from hf_pyao.engine.weights.castable import CastableView
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
-from hf_pyao.engine.weights.slot_view import SlotView
 
 
 class Source(Protocol):
@@ -65,7 +63,7 @@ class StreamedTable(dict[str, Any]):
         PEFT, for one, sets a quantised weight to itself on its device.
         """
         # Whoever exchanged the parameter for a while found one of these.
-        if isinstance(value, SlotView | CastableView | HostWeight):
+        if isinstance(value, HostWeight):
             value = value.parameter
         if value is None or not self.source.holds(value):
             super().__setitem__(name, value)
@@ -91,22 +89,6 @@ class StreamedTable(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled module a plain table."""
         return dict, (dict(self),)
-
-
-def streamed_in(model: nn.Module) -> Iterator[tuple[Parameter, torch.device]]:
-    """Yield each streamed parameter of *model*, and the device on which it is read."""
-    for module in model.modules():
-        table = module.__dict__["_parameters"]
-        if isinstance(table, StreamedTable):
-            yield from table.streamed()
-
-
-def compute_device(model: nn.Module) -> torch.device | None:
-    """Return the device on which *model* reads its first parameter; None if it has none."""
-    first = next(model.parameters(), None)
-    if first is None:
-        return None
-    return next((device for p, device in streamed_in(model) if p is first), first.device)
 
 
 @contextlib.contextmanager

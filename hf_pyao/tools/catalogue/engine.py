@@ -185,15 +185,17 @@ CHAPTER = Chapter(
         Entry(
             "streamed-weight-held",
             "Code keeps a frozen weight longer than its layer runs, for instance an autograd "
-            "function on its `ctx`. These bytes stay on the device until backward.",
-            "Training is right. To save the memory, have the function use `save_for_backward`, or "
-            "keep this layer resident with a larger `stream_weights`.",
+            "function on its `ctx`. These bytes stay on the device until backward. A view that a "
+            "layer keeps as an attribute is refused: it would not follow changes of the weight.",
+            "As a warning: training is right. To save the memory, have the function use "
+            "`save_for_backward`, or keep this layer resident with a larger `stream_weights`. As "
+            "an error: have the layer make the view anew in each forward.",
         ),
         Entry(
             "streamed-weight-cast",
-            "A layer reads a streamed weight in another dtype than it is uploaded in. Reads from "
-            "the host cost time; casts that are changed in place cost memory.",
-            "Give `stream_dtype='stored'`, or load the model in the dtype that it computes in.",
+            "Autocast would cast a streamed weight each time that it is read.",
+            "Load the base model in autocast's dtype (`dtype=torch.bfloat16`), or set "
+            "`stream_weights='off'`.",
         ),
         Entry(
             "streaming-compiled",
