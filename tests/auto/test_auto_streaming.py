@@ -35,7 +35,6 @@ from tests.auto.test_auto_policy import (
     step,
     transport,
 )
-from tests.helpers import autocasting
 from tests.helpers.adapters import tiny_lora
 
 NUM_LAYERS = 4

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 _PLAIN_DATA: Any = torch.Tensor.data
 
 
-class DeviceWeight(Parameter):
+class DeviceWeight(torch.Tensor):
     """A view of a block. Operations on it return plain tensors."""
 
     weight: Weight
     parameter: torch.Tensor | None
     """The parameter that it stands for: whoever exchanges it in a module may hold this alone."""
     _data: torch.Tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
     _first: tuple[int, int]
 
     @staticmethod

@@ -429,7 +429,7 @@ class WeightRing(RingSchedule):
             self.forget(block)
 
     def _bring(self, block: int, *, goes_ahead: bool = True) -> DeviceBlock:
-        """Have *block* on the device, and compute ordered behind its fill."""
+        """Have *block* on the device, and the current stream ordered behind its fill."""
         each = self.on_device[block]
         runs_back = current_graph_task() != NO_TASK
         if not (block == self.current and block in self.slots and each.is_here):
@@ -446,14 +446,13 @@ class WeightRing(RingSchedule):
         if runs_back:
             layer = self._layer_of[block]
             self._run_back(layer if len(self._blocks_of_layer[layer]) == 1 else None)
+        each.meet()
         return each
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""
         with self._lock, unrecorded():
-            each = self._bring(weight.block)
-            each.meet()
-            return each.weight(weight)
+            return self._bring(weight.block).weight(weight)
 
     def ahead(self) -> None:
         """Upload what is used next, and read ahead what is uploaded after that."""
@@ -502,10 +501,7 @@ class WeightRing(RingSchedule):
         if block == self.current and block in self.slots and each.is_here and each.is_at_home:
             return layout.view_of(each.storage, 0)
         with self._lock, unrecorded():
-            self._bring(block)
-            view = layout.view_of(each.storage, 0)
-            each.meet()
-            return view
+            return layout.view_of(self._bring(block).storage, 0)
 
     def holding(self, block: int, run: Callable[[], Any]) -> Any:
         """Return what *run* returns; nodes of its graph may hold views of *block*."""
@@ -521,7 +517,7 @@ class WeightRing(RingSchedule):
 
     def _fill_for_graph(self, block: int) -> None:
         with self._lock, unrecorded():
-            self._bring(block).meet()
+            self._bring(block)
 
 
 def compiled_by_now(what: str) -> ConflictError:

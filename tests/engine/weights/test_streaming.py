@@ -17,14 +17,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.engine.weights.device_block import DeviceBlock
-
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError
 from tests.helpers import FunctionLayer, Stack, assert_same_tensors, gradients_of, tiny_batch, train
@@ -53,36 +51,19 @@ def llama(**options: Any) -> nn.Module:
     return tiny_lora("llama", num_hidden_layers=NUM_LAYERS, **options)
 
 
-class SlotsSeen(TorchDispatchMode):
-    """Counts at each operation the living storages as large as a slot that operations have seen.
-
-    What the host keeps does not count.
-    """
+class BlocksSeen(TorchDispatchMode):
+    """Counts at each operation the blocks that are on the device."""
 
     def __init__(self, ring: WeightRing) -> None:
         super().__init__()
-        memory = [block.memory for block in ring.blocks if block.memory is not None]
-        self.on_host = {each.untyped_storage()._cdata for each in memory}
-        self.nbytes = ring.slot_bytes
+        self.ring = ring
         self.most = 0
-        self.seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() == self.nbytes:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.on_host:
-                    self.seen[storage._cdata] = StorageWeakRef(storage)
-                del storage
-        self.most = max(self.most, self.living())
-        return result
-
-    def living(self) -> int:
-        found = (torch.UntypedStorage._new_with_weak_ptr(key) for key in self.seen)
-        return sum(each is not None and each.nbytes() == self.nbytes for each in found)
+        self.most = max(self.most, sum(each.is_full for each in self.ring.on_device))
+        return function(*args, **(kwargs or {}))
 
 
 def held_by_the_graph(ring: WeightRing) -> int:
@@ -96,13 +77,13 @@ def test_at_every_operation_two_blocks_are_on_the_device_and_the_graph_holds_non
     model = llama()
     with streamed(model, policy=policy) as offloader:
         ring = ring_of(offloader)
-        with SlotsSeen(ring) as slots:
+        with BlocksSeen(ring) as blocks:
             for _ in range(2):
                 loss = loss_of(model)
-                ring.stop()
-                assert slots.living() == 0, "the graph holds bytes of a frozen weight"
+                assert held_by_the_graph(ring) == 0, "the graph holds bytes of a frozen weight"
                 loss.backward()
-        assert slots.most == 2
+        assert blocks.most == 2
+        assert ring.counts.num_left == 0
     expected = llama()
     for _ in range(2):
         loss_of(expected).backward()
