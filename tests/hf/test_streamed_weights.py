@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Trainer
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, attach
-from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.hf.accumulation import said_of_accumulation
+from hf_pyao.model.weights.places import has_streamed
 from tests.helpers import tiny_batch
 from tests.helpers.adapters import cast_base_, tiny_lora
 from tests.hf.test_trainer import arguments, examples
@@ -29,7 +29,7 @@ def assert_same(model: nn.Module, reference: nn.Module) -> None:
 
 
 def is_streamed(model: nn.Module) -> bool:
-    return any(isinstance(module._parameters, StreamedTable) for module in model.modules())
+    return any(map(has_streamed, model.modules()))
 
 
 @pytest.mark.parametrize(

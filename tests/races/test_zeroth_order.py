@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hf_pyao.engine.weights.device_slots import DeviceSlots
 from torch import nn
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
+from hf_pyao.engine.zeroth_order.device_slots import DeviceSlots
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
 from tests.helpers import FunctionLayer, Stack

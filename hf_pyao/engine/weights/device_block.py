@@ -149,7 +149,7 @@ class DeviceBlock:
             on_host: what is copied.
         """
         target = bytes_view(self.storage, self.device, start, start + on_host.numel())
-        options = {} if behind is None else {"behind": behind}
+        options: dict[str, Any] = {} if behind is None else {"behind": behind}
         try:
             with self._at_home():
                 ticket: object = self._transport.reload(
@@ -211,6 +211,7 @@ class DeviceBlock:
 
     def leave(self) -> None:
         """Leave the memory to those who hold a view of it: the block gets another storage."""
+        self._drop_fill()
         self._begin()
 
     # ---- readers -------------------------------------------------------------------------------
