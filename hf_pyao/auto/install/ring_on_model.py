@@ -163,9 +163,10 @@ class RingOnModel:
 
         def parameter_on_device() -> torch.Tensor:
             made = block.once((packed, name), lambda: packed.on_device(*of_block()))
-            if made.untyped_storage()._cdata == block.key:
-                return made
-            return packed.on_device(*of_block())  # bitsandbytes has packed it anew, for a CPU
+            if made.untyped_storage()._cdata != block.key:  # bitsandbytes has packed it for a CPU
+                block.forget((packed, name))
+                return parameter_on_device()
+            return made
 
         def state_on_device() -> object:
             return packed.state_on_device(*of_block())

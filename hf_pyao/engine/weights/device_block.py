@@ -101,8 +101,8 @@ class DeviceBlock:
         self.storage = empty.untyped_storage()
         self._given: dict[Weight, DeviceWeight] = {}
         """What modules read now."""
-        self._made: dict[object, Any] = {}
-        """What was made over this storage for good."""
+        self._made: dict[object, tuple[Any, int]] = {}
+        """What was made over this storage for good, and how many views of it that holds."""
         self._num_own = 1
         self._in_graphs: weakref.WeakSet[HeldByGraph] = weakref.WeakSet()
 
@@ -231,10 +231,17 @@ class DeviceBlock:
         """Return what *make* makes of the storage, the first time; views in it are our own."""
         if key not in self._made:
             before = num_holders(self.storage)
-            self._made[key] = make()
-            self._num_own += num_holders(self.storage) - before
-        made: _T = self._made[key]
-        return made
+            made = make()
+            number = num_holders(self.storage) - before
+            self._num_own += number
+            self._made[key] = made, number
+        found: _T = self._made[key][0]
+        return found
+
+    def forget(self, key: object) -> None:
+        """Forget what :meth:`once` has made, which holds no views any more."""
+        _, number = self._made.pop(key)
+        self._num_own -= number
 
     def take_back(self) -> str | None:
         """Forget what modules were given; return the name of a weight that was changed there."""
