@@ -580,6 +580,26 @@ def test_lazy_layers_run_again_from_the_second_step_on(caplog: pytest.LogCapture
     assert "its forward changes 'lazy.weight', in place" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("attribute", "num_runs"), [("applied_pre_backward_ref_cnt", 6), ("num_calls", 0)]
+)
+def test_counters_of_zero_do_not_keep_layers_from_running_again(
+    attribute: str, num_runs: int
+) -> None:
+    def counted(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        setattr(layer, attribute, getattr(layer, attribute) + 1)
+        return smooth(layer, x)
+
+    model = Stack(counted, counted)
+    for layer in model.layers:
+        setattr(layer, attribute, 0)
+    plain = copy.deepcopy(model)
+    with attach(model, BY_ONE) as offloader:
+        for _ in range(3):
+            assert_same_tensors(step(model), step(plain), "")
+        assert lifecycle_of(offloader).filled.num_runs == num_runs
+
+
 def test_weights_that_were_computed_run_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(smooth, smooth, linear_relu)
     plain = copy.deepcopy(model)
