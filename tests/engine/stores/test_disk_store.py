@@ -622,3 +622,13 @@ def test_bytes_an_hour_are_said_once() -> None:
     assert not limit.take(9 * TB + 1)
     limit.give_back(TB)
     assert limit.take(10 * TB)
+
+
+def test_free_ranges_join_again() -> None:
+    ranges = FreeRanges(100)
+    taken = [ranges.take(30), ranges.take(30), ranges.take(40)]
+    assert taken == [0, 30, 60]
+    assert ranges.take(1) is None
+    for offset, nbytes in ((30, 30), (60, 40), (0, 30)):
+        ranges.give_back(offset, nbytes)
+    assert ranges.free == [(0, 100)]
