@@ -7,6 +7,7 @@ import copy
 import errno
 import fcntl
 import importlib.util
+import itertools
 import os
 import resource
 import shutil
@@ -625,10 +626,10 @@ def test_bytes_an_hour_are_said_once() -> None:
 
 
 def test_free_ranges_join_again() -> None:
-    ranges = FreeRanges(100)
-    taken = [ranges.take(30), ranges.take(30), ranges.take(40)]
-    assert taken == [0, 30, 60]
-    assert ranges.take(1) is None
-    for offset, nbytes in ((30, 30), (60, 40), (0, 30)):
-        ranges.give_back(offset, nbytes)
-    assert ranges.free == [(0, 100)]
+    for order in itertools.permutations([(0, 30), (30, 30), (60, 30), (90, 10)]):
+        ranges = FreeRanges(100)
+        assert [ranges.take(nbytes) for nbytes in (30, 30, 30, 10)] == [0, 30, 60, 90]
+        assert ranges.take(1) is None
+        for offset, nbytes in order:
+            ranges.give_back(offset, nbytes)
+        assert ranges.free == [(0, 100)], order
