@@ -71,7 +71,7 @@ def check(
         assert torch.equal(p, q), f"{what}: {name}"
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_under_each_configuration(config: str, precision: str) -> None:
@@ -80,7 +80,7 @@ def test_under_each_configuration(config: str, precision: str) -> None:
     check(model, f"{config}, {precision}", autocast, **CONFIGS[config])
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_of_each_architecture(model_type: str, autocast: Any) -> None:

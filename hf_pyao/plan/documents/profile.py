@@ -117,7 +117,10 @@ class Profile(JsonDocument):
     """Most on the device over them, as torch counts it; None where it does not."""
     grown_bytes: dict[str, int] = field(default_factory=dict)
     """Most that tensors on the device take in ``"forward"``, ``"head"`` and ``"backward"``, above
-    what was there when the first layer began; empty where torch does not count."""
+    what was there when the first layer began; empty where torch does not count. Of several ranks
+    the most."""
+    grown_beyond_bytes: dict[str, int] = field(default_factory=dict)
+    """By how much that is above what the first of several ranks takes."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
     ``recompute_modules``, ``transport``, the name of what copied, and what changes the step itself:
