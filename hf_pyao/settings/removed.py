@@ -72,6 +72,21 @@ REMOVED = (
 REMOVED_SETTINGS = frozenset(each.setting for each in REMOVED if each.value is None)
 """Names of settings that are gone as a whole."""
 
+REMOVED_OF_ZEROTH_ORDER = (
+    Removed(
+        "zo2_order",
+        "0.2.0",
+        "Leave it out: noise is drawn by a counter, whatever the order in which weights are read.",
+    ),
+    Removed(
+        "transfer_dtype",
+        "0.2.0",
+        "Choose 'int8', which takes a quarter of the bytes of float32, or leave it out.",
+        value="bfloat16",
+    ),
+)
+"""Settings of ``ZerothOrderSettings``."""
+
 REMOVED_OPTIONS = (
     Removed(
         "pyao bench --board",
@@ -86,11 +101,12 @@ REMOVED_OPTIONS = (
 def removed(name: str, value: object) -> Removed | None:
     """Return the row of a setting that is given *value*; None if it is in force, or not given.
 
-    None, ``"off"`` and ``"stored"`` ask for nothing: files of earlier versions have them.
+    None, False, ``"off"`` and ``"stored"`` ask for nothing: files of earlier versions have them.
     """
-    if value in (None, "off", "stored"):
+    if value is False or value in (None, "off", "stored"):
         return None
-    found = (r for r in REMOVED if r.setting == name and r.value in (None, value))
+    rows = (*REMOVED, *REMOVED_OF_ZEROTH_ORDER)
+    found = (r for r in rows if r.setting == name and r.value in (None, value))
     return next(found, None)
 
 
@@ -134,7 +150,7 @@ def refuses_removed(cls: C) -> C:
 
     @functools.wraps(make)
     def __init__(*args: Any, **settings: Any) -> None:
-        for name in REMOVED_SETTINGS.intersection(settings):
+        for name in {*REMOVED_SETTINGS, "zo2_order"}.intersection(settings):
             refuse_removed(name, name, settings.pop(name))
         make(*args, **settings)
 

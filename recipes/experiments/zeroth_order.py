@@ -57,7 +57,6 @@ WAYS = (
     Way("float32"),
     Way("float16"),
     Way("bfloat16"),
-    Way("float32", "bfloat16"),
     Way("float32", "int8"),
     Way("float16", "int8"),
 )
@@ -324,20 +323,22 @@ def _task_rows(system: str, found: list[tuple[list[float], float]]) -> Iterator[
 
 def _host_row(way: Way) -> Row:
     """Return the processor's time for an element before its upload, the best of five."""
+    from hf_pyao.engine.zeroth_order.int8_transfer import (
+        pack,
+        pack_noise,
+        packed_nbytes,
+        unpack_noise,
+    )
     from hf_pyao.engine.zeroth_order.noise import NoiseKey
     from hf_pyao.engine.zeroth_order.perturbation import PastStep, update
-    from hf_pyao.engine.zeroth_order.transfer_formats import format_of
 
-    assert way.transfer_dtype is not None
-    form = format_of(way.transfer_dtype)
     matrix = torch.randn(2048, 2048).to(getattr(torch, way.dtype))
-    size = form.noise_itemsize
-    noise = torch.empty(size * matrix.numel(), dtype=torch.uint8)
-    form.pack_noise(torch.randn(matrix.numel()), noise)
-    memory = torch.empty(form.packed_nbytes(matrix.size()), dtype=torch.uint8)
+    noise = torch.empty(matrix.numel(), dtype=torch.uint8)
+    pack_noise(torch.randn(matrix.numel()), noise)
+    memory = torch.empty(packed_nbytes(matrix.size()), dtype=torch.uint8)
 
     def draw(key: object, step: int, first: int, end: int, device: object) -> torch.Tensor:
-        return form.unpack_noise(noise[size * first : size * end])
+        return unpack_noise(noise[first:end])
 
     times = []
     for _ in range(5):
@@ -345,7 +346,7 @@ def _host_row(way: Way) -> Row:
         updated = matrix.clone()
         update(updated, NoiseKey(0, 0), PastStep(0, 1e-6, 1.0), draw=draw)
         matrix.copy_(updated)
-        form.pack(matrix, memory)
+        pack(matrix, memory)
         times.append(time.process_time() - begin)
     return Row(
         model="a matrix of 2,048 x 2,048",

@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-from hf_pyao.settings.removed import REMOVED, REMOVED_OPTIONS
+from hf_pyao.settings.removed import REMOVED, REMOVED_OF_ZEROTH_ORDER, REMOVED_OPTIONS
 from hf_pyao.tools.catalogue.all_entries import CATALOGUE, CHAPTERS
 from hf_pyao.tools.catalogue.entry import Entry
 from tests.catalogue.sites import sites
@@ -79,7 +79,7 @@ def _entry(entry: Entry, message: str | None, beginnings: list[str]) -> str:
 def _removed() -> str:
     """Return the table of what earlier versions had among the settings."""
     rows = ["| setting | value | removed in | what to do instead |", "|---|---|---|---|"]
-    for gone in REMOVED:
+    for gone in (*REMOVED, *REMOVED_OF_ZEROTH_ORDER):
         value = "any" if gone.value is None else f"`{gone.value!r}`"
         rows.append(f"| `{gone.setting}` | {value} | {gone.version} | {gone.instead} |")
     rows += [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,29 +104,16 @@ class PlainMeZO:
 
 
 class PlainPackedMeZO(PlainMeZO):
-    """MeZO whose noise is rounded, and whose passes compute with rounded matrices of layers.
-
-    Args:
-        transfer_dtype: "bfloat16" or "int8".
-        more: as for :class:`PlainMeZO`.
-    """
-
-    def __init__(self, transfer_dtype: str, *more: Any, **options: Any):
-        super().__init__(*more, **options)
-        self.transfer_dtype = transfer_dtype
+    """MeZO whose noise is rounded, and whose passes compute with rounded matrices of layers."""
 
     def noise(self, name: str) -> torch.Tensor:
         z = super().noise(name)
-        if self.transfer_dtype == "bfloat16":
-            return z.to(torch.bfloat16).float()
         return torch.from_numpy(np.rint(z.numpy() * _F(16)) / _F(16))
 
     def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         is_of_layer = any(part.isdigit() for part in name.split("."))
         if weight.ndim < 2 or not is_of_layer:
             return weight
-        if self.transfer_dtype == "bfloat16":
-            return weight.to(torch.bfloat16).to(weight.dtype) if weight.itemsize == 4 else weight
         rows = weight.float().numpy().reshape(-1, weight.shape[-1])
         largest = np.maximum(np.abs(rows).max(1, keepdims=True), _F(2.0**-93))
         scale = largest * (_F(1) / _F(127))

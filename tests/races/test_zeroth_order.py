@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
-from hf_pyao.engine.zeroth_order.device_slots import DeviceSlots
+from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
 from tests.helpers import FunctionLayer, Stack
@@ -68,7 +68,7 @@ def expected_bits(momentum: float, transfer_dtype: str | None = None) -> Bits:
     if transfer_dtype is None:
         plain = PlainMeZO(model, EPSILON, momentum, seed=3)
     else:
-        plain = PlainPackedMeZO(transfer_dtype, model, EPSILON, momentum, seed=3)
+        plain = PlainPackedMeZO(model, EPSILON, momentum, seed=3)
     found = [torch.tensor(plain.step(losses, RATE)) for _ in range(2)]
     read = {name: plain.read(name, p.detach()) for name, p in model.named_parameters()}
     found.append(torch.func.functional_call(model, read, losses.batches[0]).detach())
@@ -129,10 +129,10 @@ def test_bits_are_those_of_a_plain_run_under_every_schedule(num_schedules: int) 
 def _no_wait_for_an_upload() -> Any:
     """Compute reads a slot without waiting for the upload into it."""
 
-    def await_upload(self: DeviceSlots, slot: Any) -> None:
-        slot.is_here = True
+    def await_fill(self: DeviceBlock) -> None:
+        self.is_here = True
 
-    return mock.patch.object(DeviceSlots, "await_upload", await_upload)
+    return mock.patch.object(DeviceBlock, "await_fill", await_fill)
 
 
 def _upload_does_not_wait_for_the_copy_from_its_slot() -> Any:
@@ -140,8 +140,8 @@ def _upload_does_not_wait_for_the_copy_from_its_slot() -> Any:
 
     def upload(self: WeightVisits, block: int, slot: int) -> None:
         self._left_by[slot] = None
-        own = self._copies_back.get(block, ())
-        self._slots.upload(block, self._slots[slot], after=list(own))
+        own = list(self._copies_back.get(block, ()))
+        self._slots[slot].refill(self.blocks[block], self._slot_nbytes, own)
 
     return mock.patch.object(WeightVisits, "upload", upload)
 
@@ -152,7 +152,7 @@ def _upload_does_not_wait_for_its_own_block() -> Any:
     def upload(self: WeightVisits, block: int, slot: int) -> None:
         left, self._left_by[slot] = self._left_by[slot], None
         after = [] if left in (None, block) else list(self._copies_back.get(left, ()))
-        self._slots.upload(block, self._slots[slot], after=after)
+        self._slots[slot].refill(self.blocks[block], self._slot_nbytes, after)
 
     return mock.patch.object(WeightVisits, "upload", upload)
 
@@ -161,10 +161,10 @@ def _update_does_not_wait_for_the_last_copy() -> Any:
     """A block that stays in its slot is updated while its last copy back still reads it."""
     own = WeightVisits._catch_up
 
-    def catch_up(self: WeightVisits, block: int, slot: Any) -> Any:
-        kept = self._copies_back.pop(block, [])
-        notes = own(self, block, slot)
-        self._copies_back[block] = kept
+    def catch_up(self: WeightVisits, meant: Any, slot: Any) -> Any:
+        kept = self._copies_back.pop(meant.index, [])
+        notes = own(self, meant, slot)
+        self._copies_back[meant.index] = kept
         return notes
 
     return mock.patch.object(WeightVisits, "_catch_up", catch_up)
@@ -178,9 +178,9 @@ def _flush_does_not_wait() -> Any:
 def _an_update_is_not_copied_back() -> Any:
     """A block is updated on the device, and the host keeps the old bits."""
 
-    def copy_back(self: WeightVisits, block: int, number: int, slot: Any) -> None:
-        if block != 2:
-            own(self, block, number, slot)
+    def copy_back(self: WeightVisits, meant: Any, number: int) -> None:
+        if meant.index != 2:
+            own(self, meant, number)
 
     own = WeightVisits._copy_back
     return mock.patch.object(WeightVisits, "_copy_back", copy_back)
@@ -189,9 +189,9 @@ def _an_update_is_not_copied_back() -> Any:
 def _an_update_is_made_twice() -> Any:
     """The steps that a block has seen are not noted."""
 
-    def commit(self: WeightVisits, block: int, number: int, slot: Any, notes: Any) -> None:
-        self._copy_back(block, number, slot)
-        for note in notes if block != 2 else ():
+    def commit(self: WeightVisits, meant: Any, number: int, notes: Any) -> None:
+        self._copy_back(meant, number)
+        for note in notes if meant.index != 2 else ():
             note()
 
     return mock.patch.object(WeightVisits, "_commit", commit)

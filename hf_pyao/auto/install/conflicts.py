@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_pyao.engine.recompute.segment_lifecycle import OTHER_CHECKPOINTING
 from hf_pyao.engine.weights.tables import StreamedTable
-from hf_pyao.engine.zeroth_order.visits import SOURCES
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.map.wrappers import unwrap_model
 
@@ -222,7 +222,7 @@ def check_modules(model: nn.Module) -> None:
     unwrap_model(model)
     for name, module in model.named_modules():
         table = module._parameters
-        if isinstance(table, StreamedTable) and isinstance(table.source, SOURCES):
+        if isinstance(table, StreamedTable) and isinstance(table.source, WeightVisits):
             raise ConflictError(
                 f"{name or type(module).__name__!r} is trained by zeroth order, which saves no "
                 "activations that could be offloaded. Close the ZerothOrder first.",

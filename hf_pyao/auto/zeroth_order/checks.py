@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.weights.tables import StreamedTable
-from hf_pyao.engine.zeroth_order.visits import SOURCES
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConflictError
 from hf_pyao.ranks import process_rank
 from hf_pyao.training_engines import (
@@ -57,7 +57,7 @@ def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
     if isinstance(module._parameters, StreamedTable):
         other = (
             "another ZerothOrder"
-            if isinstance(module._parameters.source, SOURCES)
+            if isinstance(module._parameters.source, WeightVisits)
             else "an offloader"
         )
         raise _moved(where, f"has weights on the host already, by {other}")

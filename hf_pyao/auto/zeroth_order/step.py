@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_pyao.auto.install.links import device_of
 from hf_pyao.auto.zeroth_order.checks import check_model
-from hf_pyao.auto.zeroth_order.visiting_weights import VisitingWeights, places_of
+from hf_pyao.auto.zeroth_order.visiting_weights import VisitingWeights
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.perturbation import (
@@ -22,11 +22,11 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     projected_gradient,
 )
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.zo2_order import WeightsInVisitingOrder
 from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
+from hf_pyao.settings.removed import refuse_removed
 from hf_pyao.settings.sizes import Count, Gibibytes
 from hf_pyao.text import echo
 
@@ -94,7 +94,7 @@ class ZerothOrder:
                 raise ConfigError(
                     f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
                 )
-        _check_given(self.settings, num_resident, host_memory_gib, stream_embeddings, head_loss)
+        _check_given(num_resident, host_memory_gib, stream_embeddings, head_loss)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
         check_model(root)
@@ -109,10 +109,6 @@ class ZerothOrder:
                 key="zeroth-order-untrained",
             )
         self._trained = TrainedWeights(parameters, self.settings)
-        if self.settings.zo2_order:
-            self._trained = WeightsInVisitingOrder(
-                parameters, _modules(root, found.layers), self.settings, self.device
-            )
         self._weights = VisitingWeights(
             root,
             found.layers,
@@ -296,7 +292,6 @@ class ZerothOrder:
             "num_steps": self.num_steps,
             "seed": self.settings.seed,
             "epsilon": self.settings.epsilon,
-            "zo2_order": self.settings.zo2_order,
             "transfer_dtype": self.settings.transfer_dtype,
             "momentum": {
                 each.name: torch.cat([part.state.cpu() for part in each.parts])  # type: ignore[union-attr]
@@ -312,8 +307,10 @@ class ZerothOrder:
             ConfigError: what the noise depends on differs, or momenta do not fit the weights.
         """
         self.flush()
-        for name, default in (("seed", None), ("zo2_order", False), ("transfer_dtype", None)):
-            own, found = getattr(self.settings, name), state.get(name, default)
+        for name in ("zo2_order", "transfer_dtype"):  # of a run of an earlier version
+            refuse_removed(name, f"{name} of the run that is resumed", state.get(name))
+        for name in ("seed", "transfer_dtype"):
+            own, found = getattr(self.settings, name), state.get(name)
             if own != found:
                 raise ConfigError(
                     f"{name} is {own!r}; the run that is resumed has {found!r}. Give the same: the "
@@ -368,13 +365,12 @@ class ZerothOrder:
 
 
 def _check_given(
-    settings: ZerothOrderSettings,
     num_resident: int | None,
     host_memory_gib: float | None,
     stream_embeddings: str,
     head_loss: str,
 ) -> None:
-    """Refuse arguments of :class:`ZerothOrder` that are out of range, or contradict."""
+    """Refuse arguments of :class:`ZerothOrder` that are out of range."""
     if num_resident is not None:
         Count("layers").check("num_resident", num_resident)
     Gibibytes().check("host_memory_gib", host_memory_gib)
@@ -382,12 +378,6 @@ def _check_given(
         raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
     if head_loss not in ("off", "auto", "chunked"):
         raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
-    if settings.zo2_order and stream_embeddings == "on":
-        raise ConfigError(
-            "stream_embeddings is 'on' and zo2_order is on: ZO2 keeps embeddings and head on the "
-            "device. Give 'off'.",
-            key="settings-contradict",
-        )
 
 
 def zeroth_order_step(
@@ -434,17 +424,6 @@ def without_cache(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         config.use_cache = before
-
-
-def _modules(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
-) -> dict[str, list[torch.Tensor]]:
-    """Return by place (a layer, or a module outside of layers) its parameters, each once."""
-    found: dict[str, dict[int, torch.Tensor]] = {}
-    for module, place in places_of(model, layers).items():
-        own = found.setdefault(place, {})
-        own |= {id(p): p for p in module._parameters.values() if p is not None}
-    return {place: list(own.values()) for place, own in found.items()}
 
 
 def _of(run: Callable[[int], torch.Tensor], sign: int) -> Callable[[], torch.Tensor]:

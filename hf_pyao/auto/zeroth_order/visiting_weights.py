@@ -22,11 +22,11 @@ from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
-from hf_pyao.engine.zeroth_order.packed_visits import PackedVisits
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.visits import AtPlace, WeightVisits
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.patching.lasting_forward import LeftBehind
 from hf_pyao.model.weights.ends import ends_by_rows
@@ -42,12 +42,9 @@ _OUTSIDE = "_pyao_zeroth_order_outside"
 class _LayerCall(LeftBehind):
     """Hands over to the other pass as a layer call ends."""
 
-    def __init__(
-        self, visits: WeightVisits, turns: LockStep, layer: str, block: int | None
-    ) -> None:
+    def __init__(self, visits: WeightVisits, turns: LockStep, block: int | None) -> None:
         self._visits = visits
         self._turns = turns
-        self._layer = layer
         self._block = block
 
     def run(
@@ -56,8 +53,6 @@ class _LayerCall(LeftBehind):
         """Return what the layer's own forward returns."""
         if self._visits.sign is None:
             return own(*args, **kwargs)
-        if self._visits.sign:
-            self._visits.trained.visit(self._layer)
         if self._block is not None:
             self._visits.arrive(self._block)
         result = own(*args, **kwargs)
@@ -131,7 +126,7 @@ class VisitingWeights:
         self.blocks = _blocks_of(self._masters, of_layers, trained)
         self._check_room()
         self.turns = LockStep(device)
-        self.visits = _visits_of(trained)(
+        self.visits = WeightVisits(
             self.blocks,
             trained,
             self._link,
@@ -139,9 +134,8 @@ class VisitingWeights:
             num_slots,
             self.turns.hand_over,
             read_later={id(parameter) for _, parameter in after},
+            rounded=_packed_ids(model, layers) if trained.is_packed else (),
         )
-        if isinstance(self.visits, PackedVisits):
-            self.visits.round_too(_packed_ids(model, layers, trained))
         self._states: list[torch.Tensor] = []
         self._readers = WeightReaders(self.visits.streams, device)
         self._compute_device = ComputeDevice(device)
@@ -181,17 +175,11 @@ class VisitingWeights:
             masters.move_to(memory)
         self._give_states()
         move_others(model, self.visits.streams, self._device)
-        places = places_of(model, self._living_layers())
-        needs_place = self.visits.trained.settings.zo2_order
-        self._readers.put_on(
-            model,
-            self._is_read,
-            lambda each: AtPlace(self.visits, places[each]) if needs_place else self.visits,
-        )
+        self._readers.put_on(model, self._is_read, lambda _: self.visits)
         self._compute_device.put_on(model)
         of_layer = {block.layer: block.index for block in self.blocks}
         for fqn, layer in self._living_layers():
-            call = _LayerCall(self.visits, self.turns, fqn, of_layer.get(fqn))
+            call = _LayerCall(self.visits, self.turns, of_layer.get(fqn))
             self._readers.exchange(layer, _LAYER, call)
         outside = _OutsideCall(self.visits)
         for module in model.modules():
@@ -244,12 +232,6 @@ class VisitingWeights:
         self._masters, self._states = [], []
 
 
-def places_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
-    """Return by module what it is a place of: its layer's name, or its own."""
-    places = {inner: fqn for fqn, layer in layers for inner in layer.modules()}
-    return {module: places.get(module, name or "model") for name, module in model.named_modules()}
-
-
 def _masters_of(
     model: nn.Module, layers: Sequence[tuple[str, nn.Module]], num_resident: int
 ) -> list[Masters]:
@@ -279,22 +261,14 @@ def _movable_of(
         )
 
 
-def _packed_ids(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], trained: TrainedWeights
-) -> set[int]:
-    """Return the ``id`` of each matrix that travels in the format if its layer visits."""
-    form = trained.format
-    assert form is not None
+def _packed_ids(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[int]:
+    """Return the ``id`` of each matrix that travels in int8 if its layer visits."""
     return {
         id(parameter)
         for _, parameters in _movable_of(model, layers)
         for _, parameter in parameters
-        if form.packs(parameter.size(), parameter.dtype)
+        if int8_transfer.packs(parameter.size(), parameter.dtype)
     }
-
-
-def _visits_of(trained: TrainedWeights) -> type[WeightVisits]:
-    return WeightVisits if trained.format is None else PackedVisits
 
 
 def _alone(named: tuple[str, nn.Parameter]) -> Masters:
@@ -306,7 +280,7 @@ def _blocks_of(
 ) -> list[VisitBlock]:
     """Return a block of each layer, and blocks of rows, none larger, of each other weight."""
     blocks: list[VisitBlock] = []
-    of_layer = VisitBlock if trained.format is None else PackedBlock
+    of_layer = PackedBlock if trained.is_packed else VisitBlock
     limit = max((of_layer(0, each, trained).nbytes for each in of_layers), default=GROUP_BYTES)
     limit = max(limit, _LEAST_PIECE_BYTES)
     for each in masters:

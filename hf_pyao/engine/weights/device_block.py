@@ -21,7 +21,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -88,11 +88,15 @@ class DeviceBlock:
         """The compute stream that the memory belongs to; None on a CPU."""
         self._visitors: set[torch.Stream] = set()
         """Other streams that read it."""
-        self._tickets: list[object] = []
+        self.tickets: list[object] = []
+        """Of the copies of the fill."""
+        self._filled_from = [block]
+        """Blocks whose memory on the host copies may still read."""
         self._arrival: Arrival | None = None
         """What is still to come from a disk; None once all copies are queued."""
         self._begin()
-        end = weakref.finalize(self, _retire, self._transport, self._tickets, block, read_ahead)
+        kept = self._filled_from
+        end = weakref.finalize(self, _retire, self._transport, self.tickets, kept, read_ahead)
         end.atexit = False
 
     def _begin(self) -> None:
@@ -119,19 +123,44 @@ class DeviceBlock:
 
     # ---- filling -------------------------------------------------------------------------------
 
-    def fill(self) -> None:
-        """Queue the copy of the block from the host, or from its disk."""
+    def refill(self, block: Block, nbytes: int, after: Sequence[object]) -> bool:
+        """Have another block in the storage, which keeps its memory.
+
+        Args:
+            block: on the host.
+            nbytes: of the storage: as many as the largest block needs.
+            after: tickets of copies to the host, behind which the fill starts.
+
+        Returns:
+            False if the memory was left to someone who still holds a view of it.
+        """
+        is_free = not self.is_full or self.num_holders <= 0
+        if not is_free:
+            self.leave()
+        self.block = block
+        if block not in self._filled_from:
+            self._filled_from.append(block)
+        self.fill(nbytes, after)
+        return is_free
+
+    def fill(self, nbytes: int | None = None, after: Sequence[object] = ()) -> None:
+        """Queue the copy of the block from the host, or from its disk.
+
+        Args:
+            nbytes: of the storage; None: those of the block.
+            after: as for :meth:`refill`; of blocks that are on the host.
+        """
         meant = self.block
-        self._drop_fill()
+        self.drop_fill()
         if not self.is_full:
             self._home = current_stream(self.device)
-            self.storage.resize_(meant.nbytes)
+            self.storage.resize_(meant.nbytes if nbytes is None else nbytes)
         self._await_visitors()
         in_file = meant.masters.file_to_read()
         meant.note_content()
         if in_file is None:
             for start, on_host in meant.pieces():
-                self._copy(None, start, on_host)
+                self._copy(None, start, on_host, after)
             return
         assert self._read_ahead is not None
         with self._at_home():
@@ -140,13 +169,16 @@ class DeviceBlock:
         copy = functools.partial(self._copy, mark)
         self._arrival = self._read_ahead.begin(meant.index, in_file, spans, copy)
 
-    def _copy(self, behind: object, start: int, on_host: torch.Tensor) -> object:
+    def _copy(
+        self, behind: object, start: int, on_host: torch.Tensor, after: Sequence[object] = ()
+    ) -> object:
         """Queue the copy of bytes to byte *start* of the storage on; return its ticket.
 
         Args:
             behind: where compute was when the fill began; None: where it is now.
             start: first byte in the storage.
             on_host: what is copied.
+            after: as for :meth:`refill`.
         """
         target = bytes_view(self.storage, self.device, start, start + on_host.numel())
         options: dict[str, Any] = {} if behind is None else {"behind": behind}
@@ -155,11 +187,12 @@ class DeviceBlock:
                 ticket: object = self._transport.reload(
                     on_host,
                     target,
+                    after=after,
                     label=f"weights of {self.block.layer!r}",
                     times=self._times,
                     **options,
                 )
-                self._tickets.append(ticket)
+                self.tickets.append(ticket)
         except BaseException:
             self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
             raise
@@ -177,30 +210,30 @@ class DeviceBlock:
             try:
                 self._read_ahead.finish(self._arrival)
             except Exception:
-                self._drop_fill()
+                self.drop_fill()
                 raise
             self._arrival = None
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             self._transport.wait(ticket)
         for weight, tensor in self.block.strays():
             self.plain(weight).copy_(tensor.detach())
         self.is_here = True
 
-    def _drop_fill(self) -> None:
-        """Let go of a fill that no one has waited for."""
+    def drop_fill(self) -> None:
+        """Let go of a fill; who reads the storage next has it filled again."""
         if self._arrival is not None:
             assert self._read_ahead is not None
             self._read_ahead.cancel(self._arrival)
             self._arrival = None
         if not self.is_here:
-            for ticket in self._tickets:
+            for ticket in self.tickets:
                 self._transport.retire(ticket)
-        self._tickets.clear()
+        self.tickets.clear()
         self.is_here = False
 
     def empty(self) -> bool:
         """Let go of the memory; False if it is left to someone who still holds a view of it."""
-        self._drop_fill()
+        self.drop_fill()
         self._await_visitors()
         if self.num_holders > sum(each.number for each in self._in_graphs):
             self.leave()
@@ -211,7 +244,7 @@ class DeviceBlock:
 
     def leave(self) -> None:
         """Leave the memory to those who hold a view of it: the block gets another storage."""
-        self._drop_fill()
+        self.drop_fill()
         self._begin()
 
     # ---- readers -------------------------------------------------------------------------------
@@ -281,11 +314,11 @@ class DeviceBlock:
 
 
 def _retire(
-    transport: Transport, tickets: list[object], block: Block, read_ahead: ReadAhead | None
+    transport: Transport, tickets: list[object], blocks: list[Block], read_ahead: ReadAhead | None
 ) -> None:
     """Let fills end before the memory goes that they read and write.
 
-    *block* and *read_ahead* keep the host's side until then.
+    *blocks* and *read_ahead* keep the host's side until then.
     """
     if read_ahead is not None:
         read_ahead.release()

@@ -67,6 +67,12 @@ class VisitBlock(Block):
         if self.state_memory is not None:
             yield self.state_offset, self.state_memory
 
+    def read(
+        self, weight: Weight, storage: torch.UntypedStorage, device: torch.device
+    ) -> torch.Tensor:
+        """Return *weight* as a slot has it."""
+        return weight.view_of(storage, device)
+
     def runs(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what goes back to the host: first byte in the slot, and bytes on the host.
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
-from hf_pyao.engine.zeroth_order.transfer_formats import FORMATS
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.settings.kind import Switch
+from hf_pyao.settings.removed import refuse_removed, refuses_removed
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose noise is drawn at a time: it bounds the memory that this takes."""
@@ -27,6 +26,7 @@ Draw = Callable[[NoiseKey, int, int, int, torch.device], torch.Tensor]
 """Gives noise as :func:`~hf_pyao.engine.zeroth_order.noise.noise` does."""
 
 
+@refuses_removed
 @dataclass(frozen=True, kw_only=True)
 class ZerothOrderSettings:
     """What zeroth order does with the weights.
@@ -41,17 +41,14 @@ class ZerothOrderSettings:
     """Factor of the last step's direction; 0: plain MeZO-SGD, which has no state."""
     seed: int = 0
     """Of the noise."""
-    zo2_order: bool = False
-    """Draw noise from a generator in the order of the visits, as ZO2 does, to compare with its
-    runs; without momentum. A tied head then has two noises."""
     transfer_dtype: str | None = None
-    """``"bfloat16"`` or ``"int8"``: what matrices of layers and noise are on their way between host
-    and device; the weights on the host keep their dtype. None: weights travel as they are."""
+    """``"int8"``: what matrices of layers and noise are on their way between host and device; the
+    weights on the host keep their dtype. None: weights travel as they are."""
 
     def __post_init__(self) -> None:
-        if self.transfer_dtype is not None and self.transfer_dtype not in tuple(FORMATS):
-            raise unknown_name("transfer_dtype", self.transfer_dtype, tuple(FORMATS))
-        Switch().check("zo2_order", self.zo2_order)
+        refuse_removed("transfer_dtype", "transfer_dtype", self.transfer_dtype)
+        if self.transfer_dtype not in (None, "int8"):
+            raise unknown_name("transfer_dtype", self.transfer_dtype, ["int8"])
         for name, allows, expected in (
             ("epsilon", lambda value: math.isfinite(value) and value > 0, "a number above 0"),
             ("momentum", lambda value: 0 <= value < 1, "0 <= momentum < 1"),
@@ -61,12 +58,6 @@ class ZerothOrderSettings:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not (is_number and allows(value)):
                 raise ConfigError(f"{name} is {value!r}; expected {expected}.", key="setting-value")
-        for name in ("transfer_dtype", "momentum"):
-            if self.zo2_order and (value := getattr(self, name)):
-                raise ConfigError(
-                    f"{name}={value!r} cannot be used with zo2_order: leave it out.",
-                    key="settings-contradict",
-                )
 
 
 @dataclass(frozen=True)

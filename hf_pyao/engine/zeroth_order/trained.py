@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
 from hf_pyao.engine.zeroth_order.perturbation import (
     CHUNK_ELEMENTS,
@@ -18,7 +19,6 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     update,
     update_rows,
 )
-from hf_pyao.engine.zeroth_order.transfer_formats import format_of
 
 
 class TrainedPart:
@@ -45,10 +45,6 @@ class TrainedPart:
     def give_state(self, state: torch.Tensor) -> None:
         """Let the momentum be *state*, as the attribute."""
         self.state = state
-
-    def note_applied(self, num_steps: int) -> None:
-        """Note that the elements have been updated by *num_steps* steps in all."""
-        self.num_applied = num_steps
 
 
 class TrainedWeight:
@@ -77,10 +73,6 @@ class TrainedWeight:
             for first, end in zip(firsts, ends, strict=True)
         ]
 
-    def take_parts(self, parts: Sequence[TrainedPart]) -> None:
-        """Update the elements by *parts*, in place of those before."""
-        self.parts = list(parts)
-
     def part_from(self, first: int) -> TrainedPart:
         """Return the part that begins with element *first*."""
         return next(part for part in self.parts if part.first == first)
@@ -105,10 +97,8 @@ class TrainedWeights:
         num_steps: int = 0,
     ) -> None:
         self.settings = settings
-        self.format = (
-            None if settings.transfer_dtype is None else format_of(settings.transfer_dtype)
-        )
-        """In which weights and noise cross the link; None: as they are."""
+        self.is_packed = settings.transfer_dtype is not None
+        """Whether weights and noise cross the link in int8."""
         self._past: tuple[int, tuple[PastStep | None, ...]] = (num_steps, ())
         """Number of the oldest step that is kept, and the steps from there on; exchanged as one,
         so that an interrupt finds both or neither."""
@@ -163,21 +153,14 @@ class TrainedWeights:
     ) -> torch.Tensor:
         """Return the noise of elements *first* to *end* in *step*, a new float32 tensor."""
         z = noise(key, step, first, end, device)
-        return z if self.format is None else self.format.rounded_noise(z)
+        return int8_transfer.rounded_noise(z) if self.is_packed else z
 
     def _draw_rows(self, key: NoiseKey, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         z = torch.empty((rows.numel(), width), dtype=torch.float32, device=rows.device)
         most = max(1, CHUNK_ELEMENTS // width)
         for first in range(0, rows.numel(), most):
             z[first : first + most] = noise_of_rows(key, step, rows[first : first + most], width)
-        return z if self.format is None else self.format.rounded_noise(z)
-
-    def visit(self, module: str) -> None:
-        """Note that the forward of a step has come to *module*; counted noise needs no order."""
-
-    def parts_at(self, weight: TrainedWeight, module: str) -> list[TrainedPart]:
-        """Return what of *weight* is updated as *module* reads it."""
-        return weight.parts
+        return int8_transfer.rounded_noise(z) if self.is_packed else z
 
     def catch_up(
         self,
@@ -248,7 +231,6 @@ class TrainedWeights:
         data: torch.Tensor,
         sign: int,
         first: int = 0,
-        module: str = "",
         draw: Draw | None = None,
     ) -> torch.Tensor:
         """Return *data*, bits of *weight*, perturbed for the pass of *sign* in this step.
@@ -258,7 +240,6 @@ class TrainedWeights:
             data: on the device; it keeps its bits.
             sign: 1 or -1.
             first: the weight's element that *data* begins with.
-            module: which reads it; counted noise does not depend on it.
             draw: gives the noise; None: :meth:`draw`.
         """
         scale = sign * self.settings.epsilon

@@ -12,10 +12,24 @@
 - The number of steps that a weight has seen is raised once the copy back is queued. If anything
   fails before that, the slot is forgotten, the host has the bits of before, and the update is made
   at the next visit.
+- A slot keeps its memory as blocks come and go: it could be let go on the compute stream only once
+  the copy back has ended, and compute would wait for that.
+
+[Note: Packed visits]
+- The masters of a packed block (see [Note: Fewer bytes]) are updated on the host before its upload.
+  So a block that was uploaded before the end of a step is not what the next step reads: nothing is
+  uploaded across that end.
+- As a layer begins in a step, the noise of its block is drawn into the slot, once for both passes,
+  and goes back to the host. The masters' update reads it there.
+- The host writes packed weights to the memory that the last upload has read and the last copy back
+  has written. So it waits for both; they are a whole forward old.
+- Noise that is not there (a layer that was left out, a block that was uploaded again) is drawn on
+  the host: it has the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -25,16 +39,18 @@ from typing import Any
 
 import torch
 
-from hf_pyao.engine.transfer.compute_streams import is_held_elsewhere
 from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
+from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
+from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
+from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
-from hf_pyao.engine.zeroth_order.device_slots import DeviceSlot, DeviceSlots
+from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
 from hf_pyao.errors import ConflictError
@@ -47,8 +63,8 @@ class _Pass(threading.local):
     """1 and -1 in a pass of a step, 0 in another forward; None outside of a forward."""
 
     def __init__(self) -> None:
-        self.given: dict[tuple[int, str], torch.Tensor] = {}
-        """What this layer call has read, by the parameter's id and the place."""
+        self.given: dict[int, torch.Tensor] = {}
+        """What this layer call has read, by the parameter's id."""
         self.lent: list[tuple[Weight, torch.Tensor, int]] = []
         """Unperturbed weights among them, with their versions: nobody may write into these."""
 
@@ -70,6 +86,7 @@ class WeightVisits(RingSchedule):
         num_slots: slots of the ring.
         hand_over: called between two pieces of a weight that is read by rows.
         read_later: by ``id``, embeddings' weights that the head reads at the end of the forward.
+        rounded: by ``id``, matrices of layers that stay, which are read as if they had travelled.
     """
 
     def __init__(
@@ -81,6 +98,7 @@ class WeightVisits(RingSchedule):
         num_slots: int = NUM_SLOTS,
         hand_over: Callable[[], None] = lambda: None,
         read_later: Collection[int] = frozenset(),
+        rounded: Collection[int] = frozenset(),
     ) -> None:
         super().__init__(len(blocks), num_slots)
         self.device = device
@@ -94,18 +112,27 @@ class WeightVisits(RingSchedule):
         self.link = link
         self._hand_over = hand_over
         self.read_later = read_later
+        self._rounded = rounded
         self._transport = link.transport
-        self._slots = DeviceSlots(blocks, num_slots, link, device, self.counts)
+        self._times = LinkTimes()
+        self._slot_nbytes = max((block.nbytes for block in blocks), default=0)
+        self._slots = [
+            DeviceBlock(blocks[0], link, device, self.counts, self._times)
+            for _ in range(num_slots if blocks else 0)
+        ]
         self._weights = weights_by_parameter(blocks)
         self._stand_ins: dict[int, HostWeight] = {}
         self.by_rows = ReadsByRows(weakref.proxy(self))
         """Computes with weights that are read by rows."""
         self._copies_back: dict[int, list[Any]] = {}
         """By block, the tickets of its newest copy back."""
+        self._uploads: dict[int, list[Any]] = {}
+        """By packed block, the tickets of its newest upload."""
         self._left_by: list[int | None] = [None] * num_slots
         """By slot, the block whose copy back may still read it."""
-        self._seen = [-1] * len(blocks)
-        """By block, how many steps its weights have seen."""
+        self._seen: dict[int, int] = {}
+        """By block, how many steps its weights have seen; by packed one, the step whose noise is in
+        its slot."""
         self._pass = _Pass()
         self.lock: Any = threading.RLock()
         """Held while blocks move."""
@@ -127,50 +154,53 @@ class WeightVisits(RingSchedule):
         """Say whether *tensor* is one that a pass has read: no parameter of the model."""
         if any(tensor is each for each in self._pass.given.values()):
             return True
-        return self._slots.of_storage(tensor.untyped_storage()._cdata) is not None
+        return any(tensor.untyped_storage()._cdata == slot.key for slot in self._slots)
 
-    def read(self, parameter: Any, module: str = "") -> Any:
+    def read(self, parameter: Any) -> Any:
         """Return what a module's attribute gives where *parameter* is in its table.
 
         In a pass the perturbed weight, in another forward the weight, on the device. Elsewhere the
-        parameter. *module*: which reads it, where the noise depends on that.
+        parameter.
         """
         here = self._pass
         if here.sign is None or parameter is None:
             return parameter
-        given = here.given.get((id(parameter), module))
+        given = here.given.get(id(parameter))
         if given is not None:
             return given
         with self.lock, torch.no_grad():
             streamed = self.weight_of(parameter)
             if streamed is not None and streamed.groups:
                 return self._stand_in(streamed)
-            if module and here.sign:
-                self.trained.visit(module)
-            given = self._read(parameter, streamed, here.sign, module)
+            given = self._read(parameter, streamed, here.sign)
         if streamed is not None:
-            here.given[id(parameter), module] = given
+            here.given[id(parameter)] = given
             if not here.sign and not given.is_inference():
                 here.lent.append((streamed, given, given._version))
         return given
 
-    def _read(
-        self, parameter: torch.Tensor, streamed: Weight | None, sign: int, module: str
-    ) -> torch.Tensor:
-        weight = self.trained.of(parameter)
-        if streamed is not None:
-            data = self.on_device(streamed)
-        else:
-            if weight is not None:
-                self._update_in_place(parameter, module if sign else "")
+    def _read(self, parameter: torch.Tensor, streamed: Weight | None, sign: int) -> torch.Tensor:
+        trained, draw = self.trained.of(parameter), None
+        if streamed is None:
+            self._update_in_place(parameter)
             data = parameter.detach()
-        if weight is None or not sign:
+            if id(parameter) in self._rounded:
+                data = int8_transfer.rounded(data)
+        else:
+            data = self.on_device(streamed)
+            block = self.blocks[streamed.block]
+            if trained is not None and sign and isinstance(block, PackedBlock):
+                storage = self._slots[self.slots.index(block.index)].storage
+                draw = block.draw_from_slot(streamed, storage, self.device)
+        if trained is None or not sign:
             return data
-        return self.trained.perturbed(weight, data, sign, module=module)
+        return self.trained.perturbed(trained, data, sign, draw=draw)
 
     def on_device(self, weight: Weight) -> torch.Tensor:
-        """Return *weight*, or a group of its rows, updated, as a view of its slot."""
-        return self._view(weight, self._slots[self._arrive(weight.block)])
+        """Return *weight*, or a group of its rows, updated: a view of its slot if not packed."""
+        slot = self._slots[self._arrive(weight.block)]
+        slot.meet()
+        return self.blocks[weight.block].read(weight, slot.storage, self.device)
 
     def _stand_in(self, weight: Weight) -> HostWeight:
         found = self._stand_ins.get(id(weight))
@@ -245,7 +275,19 @@ class WeightVisits(RingSchedule):
 
     def _is_stale(self, block: int) -> bool:
         """Say whether a slot does not have what *block* is to be read as."""
-        return self.blocks[block].has_changed()
+        meant = self.blocks[block]
+        is_behind = isinstance(meant, PackedBlock) and self._is_behind(meant)
+        return is_behind or meant.has_changed()
+
+    def _is_behind(self, meant: VisitBlock) -> bool:
+        return any(self.trained.is_behind(part) for _, part in meant.trained)
+
+    def _upcoming(self) -> Iterator[int]:
+        """Yield the blocks that are read next; see [Note: Packed visits]."""
+        if self.trained.is_packed:
+            yield from self._orders[self._trains][self._position :]
+        else:
+            yield from super()._upcoming()
 
     def _adopt_strays(self) -> None:
         """Take weights that were given other data (``parameter.data = ...``) into their memory."""
@@ -262,114 +304,146 @@ class WeightVisits(RingSchedule):
             self._arrive(block)
 
     def _arrive(self, block: int) -> int:
+        meant = self.blocks[block]
         number = self.use(block, in_backward=False)
         slot = self._slots[number]
         is_new = not slot.is_here
         if is_new:
-            self._slots.await_upload(slot)
-        if is_new or self._seen[block] != self.trained.num_steps:
+            slot.await_fill()
+        is_due = self._seen.get(block) != self.trained.num_steps
+        if isinstance(meant, PackedBlock):  # noise is drawn in the passes of a step alone
+            is_due &= bool(self.sign and meant.trained)
+        if is_new or is_due:
             self.ahead()  # before the update: the next upload need not wait for it
-        if self._seen[block] != self.trained.num_steps:
+        if is_due:
             try:
-                self._update(block, number, slot)
+                self._update(meant, number)
             except BaseException:
                 self.forget(block)  # the next reader uploads the host's bits again
-                self._slots.empty(slot)
+                slot.drop_fill()
                 raise
         return number
 
-    def _update(self, block: int, number: int, slot: DeviceSlot) -> None:
-        """Update the trained weights in *slot* and queue their copy back; see [Note: Visits]."""
-        notes = self._catch_up(block, slot)
+    def _update(self, meant: VisitBlock, number: int) -> None:
+        """Change what is in a slot, and queue the copy back to the host; see [Note: Visits]."""
+        notes = self._catch_up(meant, self._slots[number])
         if notes:
             try:
-                self._commit(block, number, slot, notes)
+                self._commit(meant, number, notes)
             except BaseException:
-                # An interrupt, it may be, between the copy and the notes: both can be made again.
-                self._commit(block, number, slot, notes)
+                # An interrupt, it may be, between copies and notes: both can be made again. A copy
+                # may be queued whose ticket no one has; one behind it is known then.
+                self._transport.retire_all()
+                self._commit(meant, number, notes)
                 raise
-        self._seen[block] = self.trained.num_steps
+        self._seen[meant.index] = self.trained.num_steps
 
-    def _commit(
-        self, block: int, number: int, slot: DeviceSlot, notes: Sequence[Callable[[], None]]
-    ) -> None:
-        self._copy_back(block, number, slot)
+    def _commit(self, meant: VisitBlock, number: int, notes: Sequence[Callable[[], None]]) -> None:
+        self._copy_back(meant, number)
         for note in notes:
             note()
 
-    def _catch_up(self, block: int, slot: DeviceSlot) -> list[Callable[[], None]]:
-        notes = []
-        meant = self.blocks[block]
-        assert slot.storage is not None
-        if any(self.trained.is_behind(part) for _, part in meant.trained):
-            # A block that has stayed in its slot since the last step may still be read from there.
-            for ticket in self._copies_back.get(block, ()):
+    def _catch_up(self, meant: VisitBlock, slot: DeviceBlock) -> list[Callable[[], None]]:
+        """Update the trained weights in *slot*, or draw noise there; return what notes it."""
+        slot.meet()
+        if isinstance(meant, PackedBlock) or self._is_behind(meant):
+            # What has stayed in its slot since the last step may still be copied from there.
+            for ticket in self._copies_back.get(meant.index, ()):
                 self._transport.wait(ticket)
-        for place, (weight, part) in enumerate(meant.trained):
-            state = meant.state_in_slot(slot.storage, self.device, place)
-            note = self.trained.catch_up(part, self._view(weight, slot), state)
-            if note is not None:
-                notes.append(note)
-        return notes
+        if isinstance(meant, PackedBlock):
+            return [meant.draw_noise(slot.storage, self.device)]
+        found = (
+            self.trained.catch_up(
+                part,
+                meant.read(weight, slot.storage, self.device),
+                meant.state_in_slot(slot.storage, self.device, place),
+            )
+            for place, (weight, part) in enumerate(meant.trained)
+        )
+        return [note for note in found if note is not None]
 
-    def _copy_back(self, block: int, number: int, slot: DeviceSlot) -> None:
-        meant = self.blocks[block]
-        assert slot.storage is not None
-        tickets = self._copies_back[block] = []
-        self._left_by[number] = block
+    def _copy_back(self, meant: VisitBlock, number: int) -> None:
+        tickets = self._copies_back[meant.index] = []
+        self._left_by[number] = meant.index
         for start, on_host in meant.runs():
             nbytes = on_host.numel()
             ticket = self._transport.offload(
-                bytes_view(slot.storage, self.device, start, start + nbytes),
+                bytes_view(self._slots[number].storage, self.device, start, start + nbytes),
                 on_host,
                 label=f"updated weights of {meant.layer!r}",
-                times=self._slots.times,
+                times=self._times,
             )
             tickets.append(ticket)
             self.offloaded_bytes += nbytes
         self.num_offloads += 1
 
-    def _view(self, weight: Weight, slot: DeviceSlot) -> torch.Tensor:
-        assert slot.storage is not None
-        slot.meet()
-        return weight.view_of(slot.storage, self.device)
-
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block* into *slot*, behind the copies back of both."""
+        meant, each = self.blocks[block], self._slots[slot]
+        if isinstance(meant, PackedBlock):
+            self._pack(meant)
         left, self._left_by[slot] = self._left_by[slot], None
-        storage = self._slots[slot].storage
-        if left is not None and storage is not None and is_held_elsewhere(storage):
+        if left is not None and each.num_holders > 0:
             # The memory is left to its holder, who may let go of it at any time.
             for ticket in self._copies_back.get(left, ()):
                 self._transport.retire(ticket)
         after = list(self._copies_back.get(block, ()))
         if left is not None and left != block:
             after += self._copies_back.get(left, ())
-        self._slots.upload(block, self._slots[slot], after=after)
+        if not each.refill(meant, self._slot_nbytes, after):
+            self.counts.num_left += 1
+            self.counts.left_bytes += self._slot_nbytes
+        if isinstance(meant, PackedBlock):
+            self._uploads[block] = list(each.tickets)
+
+    def _pack(self, meant: PackedBlock) -> None:
+        """Update the masters of a block, and write them in int8 to the memory of its upload."""
+        self._seen.pop(meant.index, None)
+        if meant.has_changed():
+            meant.note_change(of_frozen=True)
+        self._update_masters(meant)
+        if not meant.is_filled:
+            self._wait_for_memory(meant.index)
+            meant.fill()
+
+    def _update_masters(self, meant: PackedBlock) -> None:
+        """Update the weights on the host by the steps that they have not seen."""
+        if not self._is_behind(meant):
+            return
+        self._wait_for_memory(meant.index)
+        meant.note_change(of_frozen=False)
+        for weight, _ in meant.trained:
+            parameter = weight.ref()
+            if parameter is not None:
+                self._update_in_place(parameter, meant.draw_on_host(weight))
+
+    def _wait_for_memory(self, block: int) -> None:
+        """Let the host wait until no copy reads or writes the memory of a packed block."""
+        self._wait(self._copies_back.get(block, ()))
+        self._wait(self._uploads.pop(block, ()))
 
     # ---- the end of a run of steps -------------------------------------------------------------
 
     def flush(self) -> None:
         """Have every weight updated by all steps, where it lives. The host waits for the copies."""
         with self.lock, torch.no_grad():
-            for index, block in enumerate(self.blocks):
-                if any(self.trained.is_behind(part) for _, part in block.trained):
-                    self._bring_up_to_date(index)
+            for block in self.blocks:
+                if not self._is_behind(block):
+                    continue
+                if isinstance(block, PackedBlock):
+                    self._update_masters(block)
+                    self.forget(block.index)
+                else:
+                    self._arrive(block.index)
             for weight in self.trained.weights:
                 parameter = weight.ref()
                 if parameter is not None and not self.streams(parameter):
                     self._update_in_place(parameter)
             self.wait_for_copies()
 
-    def _bring_up_to_date(self, block: int) -> None:
-        """Have the weights of *block* updated, and their copies back queued."""
-        self._arrive(block)
-
-    def _update_in_place(
-        self, parameter: torch.Tensor, module: str = "", draw: Draw | None = None
-    ) -> None:
+    def _update_in_place(self, parameter: torch.Tensor, draw: Draw | None = None) -> None:
         weight = self.trained.of(parameter)
-        for part in () if weight is None else self.trained.parts_at(weight, module):
+        for part in () if weight is None else weight.parts:
             if not self.trained.is_behind(part):
                 continue
             updated = parameter.detach().clone()
@@ -377,22 +451,26 @@ class WeightVisits(RingSchedule):
             note = self.trained.catch_up(part, updated, state, draw)
             if note is None:
                 continue
+            put = functools.partial(_put_in_place, parameter, updated, part, state, note)
             try:
-                _put_in_place(parameter, updated, part, state, note)
+                put()
             except BaseException:  # an interrupt, it may be: all of it can be done again
-                _put_in_place(parameter, updated, part, state, note)
+                put()
                 raise
 
     def wait_for_copies(self, block: int | None = None) -> None:
         """Let the host wait until the copy back of *block* has ended; None: all of them."""
         for index in list(self._copies_back) if block is None else [block]:
-            for ticket in self._copies_back.get(index, ()):
-                self._transport.retire(ticket)
-                while not self._transport.is_done(ticket):
-                    time.sleep(1e-4)
+            self._wait(self._copies_back.get(index, ()))
         if block is None:
             self._copies_back.clear()
             self._left_by = [None] * len(self._left_by)
+
+    def _wait(self, tickets: Sequence[Any]) -> None:
+        for ticket in tickets:
+            self._transport.retire(ticket)
+            while not self._transport.is_done(ticket):
+                time.sleep(1e-4)
 
     def forget_all(self) -> None:
         """Upload every block again: the weights on the host may have changed."""
@@ -404,56 +482,28 @@ class WeightVisits(RingSchedule):
     def stop(self) -> None:
         """Let go of the slots. Copies back have ended then."""
         self.wait_for_copies()
+        for block in list(self._uploads):
+            self._wait_for_memory(block)
         self.forget_all()
-        self._slots.release()
+        for slot in self._slots:
+            slot.empty()
         self.by_rows.stop()
 
     def figures(self) -> dict[str, Any]:
         """Return what the visits came to, as plain values."""
-        self._slots.collect()
+        self._transport.collect(self.counts, self._times)
         self.counts.num_uploads = self.num_uploads
         self.counts.num_late_uploads = self.num_late_uploads
-        self.counts.pool_bytes = sum(masters.nbytes for masters in self._masters)
+        masters = dict.fromkeys(block.masters for block in self.blocks)
+        packed = [block for block in self.blocks if isinstance(block, PackedBlock)]
+        self.counts.pool_bytes = sum(each.nbytes for each in masters)
+        self.counts.pool_bytes += sum(block.packed_nbytes for block in packed)
         return {
             **self.counts.as_dict(),
             "num_offloads": self.num_offloads,
             "offloaded_bytes": self.offloaded_bytes,
             **self.by_rows.figures(),
         }
-
-    @property
-    def _masters(self) -> list[Any]:
-        return list(dict.fromkeys(block.masters for block in self.blocks))
-
-
-class AtPlace:
-    """What one module reads, where the noise depends on the module.
-
-    Args:
-        visits: of the model.
-        module: the module's name, or that of the layer around it.
-    """
-
-    def __init__(self, visits: WeightVisits, module: str) -> None:
-        self.visits = visits
-        self.device = visits.device
-        self._module = module
-
-    def streams(self, parameter: object) -> bool:
-        """Say whether *parameter* is on the host."""
-        return self.visits.streams(parameter)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether *tensor* is one that a pass has read."""
-        return self.visits.holds(tensor)
-
-    def read(self, parameter: Any) -> Any:
-        """Return what the module's attribute gives."""
-        return self.visits.read(parameter, self._module)
-
-
-SOURCES = (WeightVisits, AtPlace)
-"""What tables of modules have for a source."""
 
 
 def _put_in_place(

@@ -258,12 +258,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     check_sequence_length(config, length)
     micro_batch = args.micro_batch or 1
     choices = Choices.of(args.zeroth_order)
-    dtype = "float32" if choices.transfer_dtype == "bfloat16" else "float16"
-    found = zeroth_order_memory(config, micro_batch, length, dtype, choices)
+    found = zeroth_order_memory(config, micro_batch, length, choices=choices)
     if args.json:
         import json
 
-        values = {**asdict(found), "peak_bytes": found.peak_bytes, "dtype": dtype}
+        values = {**asdict(found), "peak_bytes": found.peak_bytes, "dtype": "float16"}
         values |= asdict(choices)
         say(
             json.dumps({"model": spec.name, "micro_batch": micro_batch, "tokens": length, **values})
@@ -279,7 +278,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     )
     given = "".join(f", {each}" for each in args.zeroth_order)
     size = f"{micro_batch} x {length} tokens"
-    say(f"{spec.name}, zeroth order, {dtype}{given}, {size}, GB (1e9 bytes)")
+    say(f"{spec.name}, zeroth order, float16{given}, {size}, GB (1e9 bytes)")
     for name, nbytes in rows:
         say(f"  {name:<52}{nbytes / GB:8.2f}")
     say("Not counted: what CUDA itself takes, and the allocator's rounding.")

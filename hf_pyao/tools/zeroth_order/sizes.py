@@ -12,8 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_pyao.engine.weights.host_bytes import aligned
+from hf_pyao.engine.zeroth_order.int8_transfer import packed_nbytes, packs
 from hf_pyao.engine.zeroth_order.perturbation import CHUNK_ELEMENTS
-from hf_pyao.engine.zeroth_order.transfer_formats import format_of
 from hf_pyao.plan.step.ledger import MemoryLedger
 
 STATE_BYTES = 4
@@ -50,9 +50,8 @@ class BlockSize:
         state = sum(aligned(STATE_BYTES * p.numel()) for p in parameters) * bool(chosen.momentum)
         if chosen.transfer_dtype is None:
             return cls(stored + state, stored + state)
-        form = format_of(chosen.transfer_dtype)
         packed = sum(
-            aligned(form.packed_nbytes(p.size()) if form.packs(p.size(), p.dtype) else p.nbytes)
+            aligned(packed_nbytes(p.size()) if packs(p.size(), p.dtype) else p.nbytes)
             for p in parameters
         )
         return cls(2 * packed, stored + state + packed)

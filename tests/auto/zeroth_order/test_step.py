@@ -52,7 +52,7 @@ def check(
     if transfer_dtype is None:
         plain = PlainMeZO(model, EPSILON, momentum, seed=5)
     else:
-        plain = PlainPackedMeZO(transfer_dtype, model, EPSILON, momentum, seed=5)
+        plain = PlainPackedMeZO(model, EPSILON, momentum, seed=5)
     torch.manual_seed(1)
     expected = [plain.step(Losses(batches), RATE) for _ in range(num_steps)]
     random_state = torch.get_rng_state()
