@@ -12,20 +12,32 @@ Each pass has its own random numbers: the state of the generators is exchanged a
 and all passes start from one state. So dropout draws the same masks in both. Afterwards the
 generators are where the first pass has left them.
 
-A thread takes over what the calling thread has set: grad mode, autocast, device, stream, context
-variables. If a pass fails, the others end at their next hand-over, and the error is raised.
+Attributes of modules belong to both passes. So a pass that has changed one (a value that later
+layers read, a counter, a cache that is filled at first use) keeps the turn to its end, and the
+other one follows it, as in the plain loop. Then blocks are uploaded for each pass. What is seen is
+that of ``engine.rerun.guard``: up to a pass's first hand-over in all modules, later in the layer
+that has run and outside of layers.
+
+A thread takes over what the calling thread has set: modes in Python, inference and grad mode,
+autocast, device, stream, context variables. If a pass fails, the others end at their next
+hand-over, and the error is raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn, overrides
+from torch.utils import _python_dispatch
 
 from hf_pyao.engine.rerun.generators import RandomState
+from hf_pyao.engine.rerun.guard import Look, change, look_at
 from hf_pyao.engine.transfer.compute_streams import current_stream
 
 T = TypeVar("T")
@@ -43,10 +55,20 @@ class LockStep:
 
     Args:
         device: where they compute.
+        modules: of the model.
+        layers: which are called one after the other.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Iterable[nn.Module] = (),
+        layers: Iterable[nn.Module] = (),
+    ) -> None:
         self._device = device
+        inside = {inner for layer in layers for inner in layer.modules()}
+        self._modules = [(weakref.ref(each), each not in inside) for each in modules]
+        """The modules, each with whether it is outside of layers."""
         self._run: _Run | None = None
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
@@ -57,20 +79,44 @@ class LockStep:
         Raises:
             BaseException: what the first pass that failed has raised.
         """
-        self._run = _Run(self._device)
-        return self._run.run(passes)
+        self._run = _Run(self._device, self._look)
+        try:
+            return self._run.run(passes)
+        finally:
+            self._run = None
+
+    def _look(self, *, at_all: bool) -> Look:
+        found = [ref() for ref, is_outside in self._modules if at_all or is_outside]
+        return look_at(vars(module) for module in found if module is not None)
 
     def hand_over(self) -> None:
         """Let the next pass run up to its hand-over; outside of a pass nothing is done."""
         if self._run is not None:
             self._run.hand_over()
 
+    @contextlib.contextmanager
+    def layer_call(self, layer: nn.Module) -> Iterator[None]:
+        """Hand over as a call of *layer* ends, unless this pass has changed attributes."""
+        before = look_at(map(vars, layer.modules()))
+        yield
+        if self._run is not None:
+            if change(before, look_at(map(vars, layer.modules())), list):
+                self._run.keep_turn()
+            self._run.hand_over()
+
 
 class _Run:
     """One run of passes; see :class:`LockStep`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, look: Callable[..., Look]) -> None:
         self._device = device
+        self._look = look
+        self._before: Look | None = None
+        """At the modules, as the pass that runs has got the turn."""
+        self._begun: set[int] = set()
+        """Passes that have handed over."""
+        self._keeping: set[int] = set()
+        """Passes that keep the turn to their end."""
         self._changed = threading.Condition()
         self._turn = 0
         self._runs: list[bool] = []
@@ -108,13 +154,29 @@ class _Run:
         number = self._numbers.get(threading.get_ident())
         if number is None or (sum(self._runs) < 2 and not self._errors):
             return
+        assert self._before is not None
+        if change(self._before, self._look(at_all=number not in self._begun), list):
+            self._keeping.add(number)
+        if number in self._keeping and not self._errors:
+            return
+        self._begun.add(number)
         self._states[number] = self._states[number].now()
         with self._changed:
             self._pass_on(number)
             self._wait(number)
         if self._errors:
             raise _Abandoned
+        self._begin_turn(number)
+
+    def keep_turn(self) -> None:
+        """Let the calling thread's pass run to its end before another one."""
+        number = self._numbers.get(threading.get_ident())
+        if number is not None:
+            self._keeping.add(number)
+
+    def _begin_turn(self, number: int) -> None:
         self._states[number].restore()
+        self._before = self._look(at_all=number not in self._begun)
 
     def _wait(self, number: int) -> None:
         """Wait for the turn of a pass, or for one that fails."""
@@ -164,7 +226,7 @@ class _Run:
             with self._changed:
                 self._wait(number)
             if not self._errors:
-                self._states[number].restore()
+                self._begin_turn(number)
                 results[number] = run()
                 self._states[number] = self._states[number].now()
         except _Abandoned:
@@ -179,7 +241,7 @@ class _Run:
         context, surroundings = contextvars.copy_context(), Surroundings(self._device)
 
         def target() -> None:
-            with surroundings:
+            with surroundings.put_on():
                 context.run(self._pass, number, run, results)
 
         return threading.Thread(target=target, name=f"pyao-pass-{number}", daemon=True)
@@ -195,6 +257,9 @@ class Surroundings:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = current_stream(device)
+        self._function_modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        self._is_inference = torch.is_inference_mode_enabled()
         self._has_gradients = torch.is_grad_enabled()
         self._caches = torch.is_autocast_cache_enabled()
         self._autocast = [
@@ -203,7 +268,21 @@ class Surroundings:
             if torch.amp.is_autocast_available(kind)
         ]
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def put_on(self) -> Iterator[None]:
+        """Have the calling thread, which ends behind this context, carry them."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            self._set()
+            for mode in self._function_modes:  # not entered: that may do more, and is done
+                overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(overrides._pop_mode)
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+                stack.callback(_python_dispatch._pop_mode, getattr(mode, "_mode_key", None))
+            yield
+
+    def _set(self) -> None:
         torch.set_grad_enabled(self._has_gradients)
         torch.set_autocast_cache_enabled(self._caches)
         for kind, is_enabled, dtype in self._autocast:
@@ -212,6 +291,3 @@ class Surroundings:
         if self._stream is not None:
             torch.accelerator.set_device_index(self._device.index or 0)
             torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        """Leave them: the thread ends."""

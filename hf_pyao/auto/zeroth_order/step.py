@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -352,16 +353,28 @@ class ZerothOrder:
 
     def _hook(self, model: nn.Module) -> list[Any]:
         """Flush before anyone takes the weights, or gives others."""
-
-        def flush(*_: Any, **__: Any) -> None:
-            if self._is_open:
-                self.flush()
-
-        anything: Any = model
+        flush, anything = _Flush(self), typing.cast(Any, model)
         return [
             anything.register_state_dict_pre_hook(flush),
             anything.register_load_state_dict_pre_hook(flush),
         ]
+
+
+class _Flush:
+    """A hook of the model that has weights updated; in copies of the model it does nothing."""
+
+    __slots__ = ("_zeroth_order",)
+
+    def __init__(self, zeroth_order: ZerothOrder) -> None:
+        self._zeroth_order = zeroth_order
+
+    def __call__(self, *_: object, **__: object) -> None:
+        if self._zeroth_order._is_open:
+            self._zeroth_order.flush()
+
+    def __reduce__(self) -> Any:
+        # A callable that takes anything, and that is there where hf_pyao is not installed.
+        return typing.cast, (None, nn.Identity)
 
 
 def _check_given(

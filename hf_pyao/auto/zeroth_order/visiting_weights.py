@@ -55,9 +55,9 @@ class _LayerCall(LeftBehind):
             return own(*args, **kwargs)
         if self._block is not None:
             self._visits.arrive(self._block)
-        result = own(*args, **kwargs)
-        self._visits.end_layer()
-        self._turns.hand_over()
+        with self._turns.layer_call(module):
+            result = own(*args, **kwargs)
+            self._visits.end_layer()
         return result
 
 
@@ -125,7 +125,7 @@ class VisitingWeights:
         self._masters = [*map(_alone, before), *of_layers, *map(_alone, after)]
         self.blocks = _blocks_of(self._masters, of_layers, trained)
         self._check_room()
-        self.turns = LockStep(device)
+        self.turns = LockStep(device, model.modules(), [layer for _, layer in layers])
         self.visits = WeightVisits(
             self.blocks,
             trained,

@@ -76,19 +76,22 @@ class StreamedTable(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Leave the copy a plain table."""
-        return copy.deepcopy(dict(self), memo)
+        return copy.deepcopy(self.copy(), memo)
 
     def __copy__(self) -> dict[str, Any]:
         """Return a plain table."""
-        return dict(self)
+        return self.copy()
 
     def copy(self) -> dict[str, Any]:
-        """Return a plain table."""
+        """Return a plain table; weights that are trained on the way are up to date then."""
+        flush = getattr(self.source, "flush", None)
+        if flush is not None:
+            flush()
         return dict(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled module a plain table."""
-        return dict, (dict(self),)
+        return dict, (self.copy(),)
 
 
 @contextlib.contextmanager

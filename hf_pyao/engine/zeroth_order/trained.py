@@ -114,6 +114,11 @@ class TrainedWeights:
         return first + len(kept)
 
     @property
+    def num_kept(self) -> int:
+        """Steps that are over and kept: some weight is still to be updated by the oldest."""
+        return len(self._past[1])
+
+    @property
     def parts(self) -> Iterator[TrainedPart]:
         """The parts of all weights."""
         for weight in self.weights:
@@ -140,9 +145,9 @@ class TrainedWeights:
         for part in self.parts:
             part.num_applied = num_steps
 
-    def is_behind(self, part: TrainedPart) -> bool:
-        """Say whether *part* is still to be updated by a step."""
-        return bool(self._steps_for(part))
+    def is_behind(self, part: TrainedPart, least: int = 1) -> bool:
+        """Say whether *part* is still to be updated by *least* steps or more."""
+        return len(self._steps_for(part)) >= least
 
     def _steps_for(self, part: TrainedPart) -> list[PastStep]:
         first, kept = self._past

@@ -55,6 +55,9 @@ from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
 from hf_pyao.errors import ConflictError
 
+_MOST_KEPT = 8
+"""Steps after which weights are updated that nothing has read meanwhile."""
+
 
 class _Pass(threading.local):
     """State of the calling thread."""
@@ -266,6 +269,8 @@ class WeightVisits(RingSchedule):
         with self.lock, torch.no_grad():
             self.by_rows.begin()
             self._adopt_strays()
+            if self.trained.num_kept > _MOST_KEPT:
+                self.flush(least=2)
             for held in list(self.slots):
                 if held is not None and self._is_stale(held):
                     self.forget(held)
@@ -279,8 +284,8 @@ class WeightVisits(RingSchedule):
         is_behind = isinstance(meant, PackedBlock) and self._is_behind(meant)
         return is_behind or meant.has_changed()
 
-    def _is_behind(self, meant: VisitBlock) -> bool:
-        return any(self.trained.is_behind(part) for _, part in meant.trained)
+    def _is_behind(self, meant: VisitBlock, least: int = 1) -> bool:
+        return any(self.trained.is_behind(part, least) for _, part in meant.trained)
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the blocks that are read next; see [Note: Packed visits]."""
@@ -424,11 +429,15 @@ class WeightVisits(RingSchedule):
 
     # ---- the end of a run of steps -------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Have every weight updated by all steps, where it lives. The host waits for the copies."""
+    def flush(self, least: int = 1) -> None:
+        """Have weights updated by all steps, where they live. The host waits for the copies.
+
+        Args:
+            least: those are, which are to be updated by so many steps or more.
+        """
         with self.lock, torch.no_grad():
             for block in self.blocks:
-                if not self._is_behind(block):
+                if not self._is_behind(block, least):
                     continue
                 if isinstance(block, PackedBlock):
                     self._update_masters(block)
@@ -438,13 +447,15 @@ class WeightVisits(RingSchedule):
             for weight in self.trained.weights:
                 parameter = weight.ref()
                 if parameter is not None and not self.streams(parameter):
-                    self._update_in_place(parameter)
+                    self._update_in_place(parameter, least=least)
             self.wait_for_copies()
 
-    def _update_in_place(self, parameter: torch.Tensor, draw: Draw | None = None) -> None:
+    def _update_in_place(
+        self, parameter: torch.Tensor, draw: Draw | None = None, least: int = 1
+    ) -> None:
         weight = self.trained.of(parameter)
         for part in () if weight is None else weight.parts:
-            if not self.trained.is_behind(part):
+            if not self.trained.is_behind(part, least):
                 continue
             updated = parameter.detach().clone()
             state = None if part.state is None else part.state.clone()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
 from tests.auto.zeroth_order.test_step import EPSILON, RATE, Losses
@@ -98,6 +101,66 @@ def hooked() -> nn.Module:
     return model
 
 
+class Skips(nn.Module):
+    """Adds, in its last call, what its first calls have pushed; as up and down paths do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.linear(x)) + x
+        self.kept.append(x)
+        if len(self.kept) == 3:
+            x = x - 2 * self.kept[0] + self.kept[1].sin()
+            self.kept.clear()
+        return x
+
+
+class Gated(Residual):
+    gate = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gate
+
+
+class SetsGates(Net):
+    """Sets attributes of all layers before these run, and one of its own between them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            layer.gate = x.mean().cos()
+        for layer in self.layers:
+            x = layer(x)
+            self.last_seen = x.abs().mean()
+        return self.last(x * self.last_seen).square().mean()
+
+
+def shares_a_list() -> nn.Module:
+    model = Net(Skips)
+    for layer in model.layers:
+        layer.kept = model.layers[0].kept
+    return model
+
+
+class Halves(TorchFunctionMode):
+    """Somebody's mode, which computes something else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result / 2 if func is torch.tanh else result
+
+
+class Doubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same, below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.tanh.default else result
+
+
 def one_random_layer(model: Any) -> torch.Tensor:
     number = int(torch.randint(3, (1,)))
     return model.last(model.layers[number](model.first(X))).square().mean()
@@ -115,6 +178,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] 
         lambda: tiny_model("llama"),
         lambda m: m.model(IDS["input_ids"]).last_hidden_state.square().mean(),
     ),
+    "values that later layers read": (shares_a_list, lambda m: m(X)),
+    "attributes that the model sets": (lambda: SetsGates(Gated), lambda m: m(X)),
     "two forwards in one loss": (
         lambda: tiny_model("llama"),
         lambda m: m(**IDS).loss + m(**IDS).loss,
@@ -143,6 +208,62 @@ def test_bits_are_those_of_a_plain_run(name: str) -> None:
             assert made.end_step(RATE) == gradient
     for (key, p), q in zip(plain_model.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q), key
+
+
+@pytest.mark.parametrize("mode", [Halves, Doubles])
+def test_modes_of_the_caller_are_on_in_both_passes(mode: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = Net(Residual)
+    plain = PlainMeZO(copy.deepcopy(model), EPSILON, seed=5)
+    losses = Losses([IDS])
+    losses.__class__ = type("One", (Losses,), {"__call__": lambda self, m: [m(X)]})
+    settings = ZerothOrderSettings(epsilon=EPSILON, seed=5)
+    with ZerothOrder(model, settings, layers=("layers.*",)) as made, mode():
+        made.accumulate(model, lambda model: model(X))
+        assert made.end_step(RATE) == plain.step(losses, RATE)
+
+
+def test_inference_mode_of_the_caller_is_on_in_both_passes() -> None:
+    model, seen = Net(Residual), []
+    with ZerothOrder(model, layers=("layers.*",)) as made, torch.inference_mode():
+        made.accumulate(model, lambda m: (seen.append(torch.is_inference_mode_enabled()), m(X))[1])
+    assert seen == [True, True]
+
+
+def test_weights_that_nothing_reads_are_updated_now_and_then() -> None:
+    torch.manual_seed(0)
+    model = Net(Residual)
+    model.add_module("tower", nn.Linear(8, 3))
+    plain_model = copy.deepcopy(model)
+    plain = PlainMeZO(plain_model, EPSILON, seed=5)
+    losses = Losses([IDS])
+    losses.__class__ = type("One", (Losses,), {"__call__": lambda self, m: [m(X)]})
+    with ZerothOrder(
+        model, ZerothOrderSettings(epsilon=EPSILON, seed=5), layers=("layers.*",)
+    ) as made:
+        for _ in range(13):
+            plain.step(losses, RATE)
+            made.accumulate(model, lambda model: model(X))
+            made.end_step(RATE)
+            assert made._trained.num_kept <= 10
+    for (key, p), q in zip(plain_model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), key
+
+
+def test_copies_and_pickles_have_the_updated_weights() -> None:
+    model = tiny_model("gpt2").eval()
+    with ZerothOrder(model, ZerothOrderSettings(epsilon=EPSILON)) as made:
+        made.accumulate(model, lambda model: model(**IDS).loss)
+        made.end_step(0.1)
+        twin, part = copy.deepcopy(model), copy.deepcopy(model.transformer.h[1])
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for each, right in ((twin, model), (loaded, model), (part, model.transformer.h[1])):
+        assert each.state_dict().keys() == right.state_dict().keys()
+        for (key, p), q in zip(right.named_parameters(), each.parameters(), strict=True):
+            assert torch.equal(p, q), key
 
 
 def test_weights_may_be_changed_and_the_model_copied_between_steps() -> None:

@@ -29,7 +29,7 @@ def test_layers_come_one_at_a_time() -> None:
 
 def test_a_real_step_allocates_what_is_estimated() -> None:
     """One pass over real weights that visit, counted operation by operation on a CPU."""
-    model = tiny_model("opt", num_hidden_layers=3, vocab_size=512, hidden_size=64, ffn_dim=256)
+    model = tiny_model("opt", num_hidden_layers=3, vocab_size=512, hidden_size=128, ffn_dim=512)
     model.config.use_cache = False
     batch = tiny_batch(0)
     with ZerothOrder(model) as made:
