@@ -24,6 +24,7 @@ from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
+from hf_pyao.engine.zeroth_order.by_rows import VisitsByRows
 from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
@@ -126,7 +127,7 @@ class VisitingWeights:
         self.blocks = _blocks_of(self._masters, of_layers, trained)
         self._check_room()
         self.turns = LockStep(device, model.modules(), [layer for _, layer in layers])
-        self.visits = WeightVisits(
+        self.visits = VisitsByRows(
             self.blocks,
             trained,
             self._link,

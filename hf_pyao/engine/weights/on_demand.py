@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hf_pyao.engine.stores.store import Store
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view, has_storage
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
@@ -37,7 +37,7 @@ from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.engine.weights.staging import Piece, Staging
+from hf_pyao.engine.weights.staging import Staging
 from hf_pyao.engine.weights.unrecorded import unrecorded
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -222,41 +222,12 @@ class WeightsOnDemand:
         distinct, places = torch.unique(ids, return_inverse=True)
         table = parameter.detach()
         distinct = distinct.to(table.device)  # the host waits for the ids
-        size = (distinct.numel(), *weight.size[1:])
-        nbytes = distinct.numel() * (weight.nbytes // weight.size[0])
-        rows = torch.empty(size, dtype=weight.dtype, device=self.device)
-        if not nbytes:
-            return rows, places.to(self.device)
-        piece = self._staging.lend(nbytes)
-        gathered = piece.memory[:nbytes]
-        try:
-            torch.index_select(table, 0, distinct, out=gathered.view(weight.dtype).view(size))
-        except BaseException:
-            self._staging.give_back(piece, None)
-            raise
-        self._upload_rows(weight, piece, gathered, rows)
-        self.counts.num_gathers += 1
+        label = f"rows of {weight.name!r}"
+        rows = self._staging.upload_rows(table, distinct, self.device, self._times, label)
+        self.counts.num_gathers += bool(rows.nbytes)
         self.counts.gathered_rows += distinct.numel()
-        self.counts.gathered_bytes += nbytes
+        self.counts.gathered_bytes += rows.nbytes
         return rows, places.to(self.device)
-
-    def _upload_rows(
-        self, weight: Weight, piece: Piece, gathered: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Copy *gathered* bytes, which lie in *piece*, to *rows*; compute waits for the copy."""
-        try:
-            ticket = self._transport.reload(
-                gathered,
-                bytes_view(rows.untyped_storage(), self.device, 0, gathered.numel()),
-                label=f"rows of {weight.name!r}",
-                times=self._times,
-            )
-            self._staging.give_back(piece, ticket)
-            self._transport.wait(ticket)
-        except BaseException:
-            # An interrupt: the copy may be queued, and no one knows. The piece stays lent then.
-            self._transport.retire_all()
-            raise
 
     # ---- whole weights -------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hf_pyao.engine.stores.store import Store
-from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.host_bytes import aligned
 
 
@@ -70,6 +71,45 @@ class Staging:
         """Take *piece* back, which the copy of *ticket* still reads; None: no copy does."""
         piece.ticket = ticket
         piece.is_lent = False
+
+    def upload_rows(
+        self,
+        table: torch.Tensor,
+        numbers: torch.Tensor,
+        device: torch.device,
+        times: LinkTimes,
+        label: str,
+    ) -> torch.Tensor:
+        """Return some rows of *table*, which is on the host, on *device*; compute waits for them.
+
+        Args:
+            table: of one or more dimensions.
+            numbers: int64, shape (N,), of the rows, on the host.
+            device: where to.
+            times: what the copy took, and compute's wait for it.
+            label: what the copy is called.
+        """
+        size = (numbers.numel(), *table.shape[1:])
+        rows = torch.empty(size, dtype=table.dtype, device=device)
+        if not rows.nbytes:
+            return rows
+        piece = self.lend(rows.nbytes)
+        gathered = piece.memory[: rows.nbytes]
+        try:
+            torch.index_select(table, 0, numbers, out=gathered.view(table.dtype).view(size))
+        except BaseException:
+            self.give_back(piece, None)
+            raise
+        target = bytes_view(rows.untyped_storage(), device, 0, rows.nbytes)
+        try:
+            ticket = self._transport.reload(gathered, target, label=label, times=times)
+            self.give_back(piece, ticket)
+            self._transport.wait(ticket)
+        except BaseException:
+            # An interrupt: the copy may be queued, and no one knows. The piece stays lent then.
+            self._transport.retire_all()
+            raise
+        return rows
 
     def release(self) -> None:
         """Let go of all memory that no copy reads."""

@@ -18,85 +18,78 @@ for the other one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Protocol
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from hf_pyao.engine.transfer.layout import bytes_view
-from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight
 from hf_pyao.engine.weights.device_weight import lost_write
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.staging import Staging
-from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight, TrainedWeights
+from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
+from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class Visits(Protocol):
-    """What brings the pieces, as far as reads by rows need it."""
-
-    link: LinkContext
-    device: torch.device
-    lock: Any
-    trained: TrainedWeights
-    read_later: Collection[int]
-
-    @property
-    def sign(self) -> int | None:
-        """That of the pass that the calling thread is in."""
-        ...
-
-    def hand_over(self) -> None:
-        """Let the other pass run up to its next piece."""
-        ...
-
-    def on_device(self, weight: Weight) -> torch.Tensor:
-        """Return a group of rows, updated, as a view of its slot."""
-        ...
-
-    def arrive(self, block: int) -> None:
-        """Have *block* on the device, updated."""
-        ...
-
-    def wait_for_copies(self, block: int | None = None) -> None:
-        """Let the host wait until the copy back of *block* has ended."""
-        ...
-
-
-class ReadsByRows:
-    """Computes with the weights that are read by rows; see [Note: By rows].
+class VisitsByRows(WeightVisits):
+    """Visits, with weights among them that are read by rows; see [Note: By rows].
 
     Args:
-        visits: brings the pieces.
+        blocks: as for the base class; and so is *given*.
+        given: further arguments of the base class.
+        read_later: by ``id``, embeddings' weights that the head reads at the end of the forward.
     """
 
-    def __init__(self, visits: Visits) -> None:
-        self._visits = visits
-        self._staging = Staging(visits.link.tiers.stores[0], visits.link.transport)
-        self._times = LinkTimes()
+    def __init__(
+        self,
+        blocks: Sequence[VisitBlock],
+        *given: Any,
+        read_later: Collection[int] = frozenset(),
+        **options: Any,
+    ) -> None:
+        super().__init__(blocks, *given, **options)
+        self._read_later = read_later
+        self._staging = Staging(self.link.tiers.stores[0], self._transport)
+        self._stand_ins: dict[int, HostWeight] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By weight, numbers and content of the rows that were looked up last in this step."""
         self._gathered_rows = 0
         self._gathered_bytes = 0
 
-    def begin(self) -> None:
-        """Forget what was looked up: weights may have changed."""
+    def begin_step(self) -> None:
+        """Begin a forward, or both forwards of a step: weights may have changed."""
         self._kept.clear()
+        super().begin_step()
 
     def stop(self) -> None:
         """Let go of what is on the device, and of the memory for gathering."""
+        super().stop()
         self._kept.clear()
         self._staging.release()
 
     def figures(self) -> dict[str, Any]:
-        """Return what was looked up, as plain values."""
-        return {"gathered_rows": self._gathered_rows, "gathered_bytes": self._gathered_bytes}
+        """Return what the visits came to, as plain values."""
+        rows = {"gathered_rows": self._gathered_rows, "gathered_bytes": self._gathered_bytes}
+        return super().figures() | rows
+
+    def read(self, parameter: Any) -> Any:
+        """Return what the base class does; of a weight that is read by rows, what stands for it."""
+        streamed = None if self.sign is None else self.weight_of(parameter)
+        if streamed is None or not streamed.groups:
+            return super().read(parameter)
+        found = self._stand_ins.get(id(streamed))
+        if found is None:
+            with torch.no_grad():
+                found = HostWeight.of(streamed, self.device, weakref.proxy(self))
+            self._stand_ins[id(streamed)] = found
+        return found
 
     def compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``function(*args, **kwargs)``, where arguments are :class:`HostWeight`.
@@ -151,52 +144,52 @@ class ReadsByRows:
                     result = part.new_empty(*part.shape[:-1], weight.size[0])
                 result[..., first:end] = part
             del part
-            self._visits.hand_over()
+            self.hand_over()
         assert result is not None
         return result
 
     def _whole(self, weight: Weight) -> torch.Tensor:
-        whole = torch.empty(weight.size, dtype=weight.dtype, device=self._visits.device)
+        whole = torch.empty(weight.size, dtype=weight.dtype, device=self.device)
         for group in weight.groups:
             first, end = _rows_of(group)
             whole[first:end] = self._piece(group)
-            self._visits.hand_over()
+            self.hand_over()
         return whole
 
     def _piece(self, group: Weight) -> torch.Tensor:
         """Return some rows of a weight as this pass reads them."""
-        visits, sign = self._visits, self._visits.sign
-        with visits.lock, torch.no_grad():
-            data = visits.on_device(group)
-            trained = visits.trained.of(group.ref())
+        sign = self.sign
+        with self.lock, torch.no_grad():
+            data = self.on_device(group)
+            trained = self.trained.of(group.ref())
             if trained is None or not sign:
                 return data
             first = _rows_of(group)[0] * (trained.num_elements // group.master.size[0])
-            return visits.trained.perturbed(trained, data, sign, first)
+            return self.trained.perturbed(trained, data, sign, first)
 
     # ---- look-ups ------------------------------------------------------------------------------
 
     def _embed(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Return ``F.embedding(ids, weight)``."""
-        visits, sign = self._visits, self._visits.sign
-        with visits.lock, torch.no_grad():
+        sign = self.sign
+        with self.lock, torch.no_grad():
             parameter = weight.ref()
-            trained = visits.trained.of(parameter)
-            distinct, places = torch.unique(ids.to(visits.device), return_inverse=True)
+            trained = self.trained.of(parameter)
+            distinct, places = torch.unique(ids.to(self.device), return_inverse=True)
             rows = self._rows(distinct, weight, trained)
             if trained is not None:
                 if sign:
-                    rows = visits.trained.perturbed_rows(trained, distinct, rows, sign)
+                    rows = self.trained.perturbed_rows(trained, distinct, rows, sign)
                 self._let_visit(weight, trained)
             return F.embedding(places, rows)
 
     def _let_visit(self, weight: Weight, trained: TrainedWeight) -> None:
         """Have all rows updated, now or as the head reads them."""
-        behind = self._visits.trained.num_steps - min(p.num_applied for p in trained.parts)
-        if not behind or (behind == 1 and id(weight.ref()) in self._visits.read_later):
+        behind = self.trained.num_steps - min(p.num_applied for p in trained.parts)
+        if not behind or (behind == 1 and id(weight.ref()) in self._read_later):
             return
         for group in weight.groups:
-            self._visits.arrive(group.block)
+            self.arrive(group.block)
 
     def _rows(
         self, distinct: torch.Tensor, weight: Weight, trained: TrainedWeight | None
@@ -210,53 +203,29 @@ class ReadsByRows:
         splits = torch.searchsorted(numbers, torch.tensor([end for _, end in bounds])).tolist()
         for group, start, end in zip(weight.groups, [0, *splits], splits, strict=False):
             if start != end:
-                self._visits.wait_for_copies(group.block)
+                self.wait_for_copies(group.block)
         parameter = weight.ref()
         assert parameter is not None
-        rows = self._upload(parameter.detach(), numbers)
+        rows = self._upload_rows(parameter.detach(), numbers)
         if trained is not None:
             parts = trained.parts
             for part, start, end in zip(parts, [0, *splits], splits, strict=False):
-                if start != end and self._visits.trained.is_behind(part):
+                if start != end and self.trained.is_behind(part):
                     state = self._state(part, numbers[start:end], rows.shape[1])
-                    self._visits.trained.catch_up_rows(
-                        part, distinct[start:end], rows[start:end], state
-                    )
+                    self.trained.catch_up_rows(part, distinct[start:end], rows[start:end], state)
         self._kept[id(weight)] = distinct, rows
         return rows
 
     def _state(self, part: TrainedPart, numbers: torch.Tensor, width: int) -> torch.Tensor | None:
         if part.state is None:
             return None
-        return self._upload(part.state.view(-1, width), numbers - part.first // width)
+        return self._upload_rows(part.state.view(-1, width), numbers - part.first // width)
 
-    def _upload(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def _upload_rows(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return the rows *numbers* of *table*, which is on the host, on the device."""
-        device, transport = self._visits.device, self._visits.link.transport
-        size = (numbers.numel(), table.shape[1])
-        rows = torch.empty(size, dtype=table.dtype, device=device)
-        if not rows.nbytes:
-            return rows
-        piece = self._staging.lend(rows.nbytes)
-        gathered = piece.memory[: rows.nbytes]
-        try:
-            torch.index_select(table, 0, numbers, out=gathered.view(table.dtype).view(size))
-        except BaseException:
-            self._staging.give_back(piece, None)
-            raise
-        try:
-            ticket = transport.reload(
-                gathered,
-                bytes_view(rows.untyped_storage(), device, 0, rows.nbytes),
-                label="rows of an embedding",
-                times=self._times,
-            )
-            self._staging.give_back(piece, ticket)
-            transport.wait(ticket)
-        except BaseException:
-            # An interrupt: the copy may be queued, and no one knows. The piece stays lent then.
-            transport.retire_all()
-            raise
+        rows = self._staging.upload_rows(
+            table, numbers, self.device, self._times, "rows of an embedding"
+        )
         self._gathered_rows += numbers.numel()
         self._gathered_bytes += rows.nbytes
         return rows

@@ -32,7 +32,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,10 +45,8 @@ from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
-from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
 from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
@@ -88,7 +85,6 @@ class WeightVisits(RingSchedule):
         device: where compute runs.
         num_slots: slots of the ring.
         hand_over: called between two pieces of a weight that is read by rows.
-        read_later: by ``id``, embeddings' weights that the head reads at the end of the forward.
         rounded: by ``id``, matrices of layers that stay, which are read as if they had travelled.
     """
 
@@ -100,7 +96,6 @@ class WeightVisits(RingSchedule):
         device: torch.device,
         num_slots: int = NUM_SLOTS,
         hand_over: Callable[[], None] = lambda: None,
-        read_later: Collection[int] = frozenset(),
         rounded: Collection[int] = frozenset(),
     ) -> None:
         super().__init__(len(blocks), num_slots)
@@ -114,7 +109,6 @@ class WeightVisits(RingSchedule):
         """Bytes that they copied."""
         self.link = link
         self._hand_over = hand_over
-        self.read_later = read_later
         self._rounded = rounded
         self._transport = link.transport
         self._times = LinkTimes()
@@ -124,9 +118,6 @@ class WeightVisits(RingSchedule):
             for _ in range(num_slots if blocks else 0)
         ]
         self._weights = weights_by_parameter(blocks)
-        self._stand_ins: dict[int, HostWeight] = {}
-        self.by_rows = ReadsByRows(weakref.proxy(self))
-        """Computes with weights that are read by rows."""
         self._copies_back: dict[int, list[Any]] = {}
         """By block, the tickets of its newest copy back."""
         self._uploads: dict[int, list[Any]] = {}
@@ -173,8 +164,6 @@ class WeightVisits(RingSchedule):
             return given
         with self.lock, torch.no_grad():
             streamed = self.weight_of(parameter)
-            if streamed is not None and streamed.groups:
-                return self._stand_in(streamed)
             given = self._read(parameter, streamed, here.sign)
         if streamed is not None:
             here.given[id(parameter)] = given
@@ -204,13 +193,6 @@ class WeightVisits(RingSchedule):
         slot = self._slots[self._arrive(weight.block)]
         slot.meet()
         return self.blocks[weight.block].read(weight, slot.storage, self.device)
-
-    def _stand_in(self, weight: Weight) -> HostWeight:
-        found = self._stand_ins.get(id(weight))
-        if found is None:
-            found = HostWeight.of(weight, self.device, weakref.proxy(self.by_rows))
-            self._stand_ins[id(weight)] = found
-        return found
 
     @contextmanager
     def reading(self, sign: int) -> Iterator[None]:
@@ -267,7 +249,6 @@ class WeightVisits(RingSchedule):
     def begin_step(self) -> None:
         """Begin a forward, or both forwards of a step."""
         with self.lock, torch.no_grad():
-            self.by_rows.begin()
             self._adopt_strays()
             if self.trained.num_kept > _MOST_KEPT:
                 self.flush(least=2)
@@ -498,7 +479,6 @@ class WeightVisits(RingSchedule):
         self.forget_all()
         for slot in self._slots:
             slot.empty()
-        self.by_rows.stop()
 
     def figures(self) -> dict[str, Any]:
         """Return what the visits came to, as plain values."""
@@ -513,7 +493,6 @@ class WeightVisits(RingSchedule):
             **self.counts.as_dict(),
             "num_offloads": self.num_offloads,
             "offloaded_bytes": self.offloaded_bytes,
-            **self.by_rows.figures(),
         }
 
 
