@@ -16,7 +16,7 @@ from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, resident_layers
+from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
@@ -99,7 +99,6 @@ class VisitingWeights:
         host_memory_gib: most memory of the host; None: this process's share.
         ends_visit: embeddings and head are on the host, too, and come by rows.
         transport: copies bytes; None: what suits the device.
-        num_slots: slots of the ring.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class VisitingWeights:
         host_memory_gib: float | None = None,
         ends_visit: bool = False,
         transport: Transport | None = None,
-        num_slots: int = NUM_SLOTS,
     ) -> None:
         self._model = weakref.ref(model)
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
@@ -132,12 +130,11 @@ class VisitingWeights:
             trained,
             self._link,
             device,
-            num_slots,
             self.turns.hand_over,
             read_later={id(parameter) for _, parameter in after},
             rounded=_packed_ids(model, layers) if trained.is_packed else (),
         )
-        self._states: list[torch.Tensor] = []
+        self._reserved_memory: list[torch.Tensor] = []
         self._readers = WeightReaders(self.visits.streams, device)
         self._compute_device = ComputeDevice(device)
 
@@ -166,14 +163,8 @@ class VisitingWeights:
         model = self._model()
         assert model is not None
         for masters in self._masters:
-            memory = self.store.reserve(masters.nbytes, in_place_of_bytes=masters.host_bytes_before)
-            if memory is None:
-                raise ConfigError(
-                    f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
-                    f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
-                    key="streaming-host-memory",
-                )
-            masters.move_to(memory)
+            what = f"the weights of {masters.layer!r}"
+            masters.move_to(self._reserved(masters.nbytes, what, masters.host_bytes_before))
         self._give_states()
         move_others(model, self.visits.streams, self._device)
         self._readers.put_on(model, self._is_read, lambda _: self.visits)
@@ -206,14 +197,15 @@ class VisitingWeights:
                 state = torch.zeros(weight.num_elements, device=self._device)
                 weight.parts[0].give_state(state)
 
-    def _reserved(self, nbytes: int, what: str) -> torch.Tensor:
-        memory = self.store.reserve(nbytes)
+    def _reserved(self, nbytes: int, what: str, in_place_of_bytes: int = 0) -> torch.Tensor:
+        memory = self.store.reserve(nbytes, in_place_of_bytes=in_place_of_bytes)
         if memory is None:
             raise ConfigError(
-                f"the machine refused {nbytes / GIB:.3f} GiB of host memory for {what}.",
+                f"the machine refused {nbytes / GIB:.3f} GiB of host memory for {what}. Let more "
+                "layers stay on the device (num_resident).",
                 key="streaming-host-memory",
             )
-        self._states.append(memory)
+        self._reserved_memory.append(memory)
         return memory
 
     def _is_read(self, parameter: object) -> bool:
@@ -226,11 +218,9 @@ class VisitingWeights:
         self.visits.stop()
         for masters in self._masters:
             masters.move_back()
-            if masters.memory is not None:
-                self.store.return_reserved(masters.memory)
-        for memory in self._states:
+        for memory in self._reserved_memory:
             self.store.return_reserved(memory)
-        self._masters, self._states = [], []
+        self._masters, self._reserved_memory = [], []
 
 
 def _masters_of(

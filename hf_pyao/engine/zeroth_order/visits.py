@@ -83,7 +83,6 @@ class WeightVisits(RingSchedule):
         trained: all trained weights of the model.
         link: transport and host memory.
         device: where compute runs.
-        num_slots: slots of the ring.
         hand_over: called between two pieces of a weight that is read by rows.
         rounded: by ``id``, matrices of layers that stay, which are read as if they had travelled.
     """
@@ -94,11 +93,10 @@ class WeightVisits(RingSchedule):
         trained: TrainedWeights,
         link: LinkContext,
         device: torch.device,
-        num_slots: int = NUM_SLOTS,
         hand_over: Callable[[], None] = lambda: None,
         rounded: Collection[int] = frozenset(),
     ) -> None:
-        super().__init__(len(blocks), num_slots)
+        super().__init__(len(blocks), NUM_SLOTS)
         self.device = device
         self.trained = trained
         self.blocks = tuple(blocks)
@@ -115,14 +113,14 @@ class WeightVisits(RingSchedule):
         self._slot_nbytes = max((block.nbytes for block in blocks), default=0)
         self._slots = [
             DeviceBlock(blocks[0], link, device, self.counts, self._times)
-            for _ in range(num_slots if blocks else 0)
+            for _ in range(NUM_SLOTS if blocks else 0)
         ]
         self._weights = weights_by_parameter(blocks)
         self._copies_back: dict[int, list[Any]] = {}
         """By block, the tickets of its newest copy back."""
         self._uploads: dict[int, list[Any]] = {}
         """By packed block, the tickets of its newest upload."""
-        self._left_by: list[int | None] = [None] * num_slots
+        self._left_by: list[int | None] = [None] * NUM_SLOTS
         """By slot, the block whose copy back may still read it."""
         self._seen: dict[int, int] = {}
         """By block, how many steps its weights have seen; by packed one, the step whose noise is in
