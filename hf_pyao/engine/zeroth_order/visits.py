@@ -106,7 +106,8 @@ class WeightVisits(RingSchedule):
         self.offloaded_bytes = 0
         """Bytes that they copied."""
         self.link = link
-        self._hand_over = hand_over
+        self.hand_over = hand_over
+        """Lets the other pass run up to its next layer or piece."""
         self._rounded = rounded
         self._transport = link.transport
         self._times = LinkTimes()
@@ -232,10 +233,6 @@ class WeightVisits(RingSchedule):
             with self.lock:
                 self.forget(written.block)
         return written
-
-    def hand_over(self) -> None:
-        """Let the other pass run up to its next layer or piece."""
-        self._hand_over()
 
     @property
     def sign(self) -> int | None:
