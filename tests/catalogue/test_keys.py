@@ -34,7 +34,7 @@ FOREIGN = {
     ("files.py", "ValueError"): "caught in this file",
     ("model/losses/stand_in.py", "AttributeError"): "what hasattr expects",
     ("model/tiles/endings.py", "NeedsValuesError"): "why an MLP is left alone",
-    ("model/tiles/token_wise.py", "NotTokenWise"): "why an MLP is left alone",
+    ("model/tiles/mlp_kinds.py", "NotTokenWise"): "why an MLP is left alone",
     ("model/tiles/weight_sums.py", "NeedsValuesError"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",

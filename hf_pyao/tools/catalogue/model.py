@@ -51,6 +51,12 @@ CHAPTER = Chapter(
             "The message has the reason. If it cannot be changed, set `mlp_tiles='off'`.",
         ),
         Entry(
+            "mlp-not-the-same",
+            "An MLP was compared on the first batch and mixes tokens on this rank, where another "
+            "rank has seen none that meet.",
+            "Set `mlp_tiles='off'`.",
+        ),
+        Entry(
             "attention-not-grouped",
             "Attention of some layers does not run in groups.",
             "Use `attn_implementation='sdpa'` and 16-bit tensors, or drop `attention_groups`.",

@@ -289,9 +289,9 @@ def test_mlps_that_draw_numbers_of_others(draw: Callable[[Any, Tensor], Tensor])
     with attached(model, "both") as offloader:
         assert (np.random.rand(), random.random()) == drawn, "attaching drew numbers"
         assert offloader.mlp_tiles is not None
+        assert_same(run(model), expected, "segments")
         assert re.search("draws|holds a Generator", offloader.mlp_tiles.describe())
         assert offloader.mlp_tiles.num_tiled == 0
-        assert_same(run(model), expected, "segments")
 
 
 # ---- the rest --------------------------------------------------------------------------------------
