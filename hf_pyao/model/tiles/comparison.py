@@ -156,7 +156,7 @@ def agreed(kind: str, name: str, verdict: Verdict) -> Verdict:
     Raises:
         ConflictError: another rank has accepted what this one has seen to mix tokens.
     """
-    if process_rank().num_ranks < 2:
+    if process_rank().num_ranks < 2 or dist.get_backend() == "fake":
         return verdict
     store: Any = dist.distributed_c10d._get_default_store()
     key = f"hf_pyao/mlp_tiles/{hashlib.sha256(kind.encode()).hexdigest()}"

@@ -76,7 +76,7 @@ class PutOffMLP(TensorStandIn):
         """Whether nobody has needed its elements yet."""
         return self._tensor is None
 
-    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Tensor:
+    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Any:
         """Return the MLP's output; *module*, the last one, does *step*."""
         self._check_unchanged()
         whole = self.then(module, step)

@@ -249,6 +249,7 @@ def test_ranks_give_one_answer() -> None:
     store, two = dist.HashStore(), ProcessRank(1, 2)
     with (
         mock.patch.object(comparison, "process_rank", return_value=two),
+        mock.patch.object(dist, "get_backend", return_value="gloo"),
         mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
     ):
         mixing, single = Verdict("they meet"), Verdict("", draws=True)
