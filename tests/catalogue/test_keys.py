@@ -33,7 +33,7 @@ FOREIGN = {
     ("engine/stores/shared_memory.py", "OSError"): "as the system call would; caught by the store",
     ("files.py", "ValueError"): "caught in this file",
     ("model/losses/stand_in.py", "AttributeError"): "what hasattr expects",
-    ("model/tiles/endings.py", "NeedsValuesError"): "why an MLP is left alone",
+    ("model/tiles/linears.py", "NeedsValuesError"): "why an MLP is left alone",
     ("model/tiles/mlp_kinds.py", "NotTokenWise"): "why an MLP is left alone",
     ("model/tiles/weight_sums.py", "NeedsValuesError"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",

@@ -22,9 +22,9 @@ from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import warn
 from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
-from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
+from hf_pyao.model.tiles import Rerun, TilePlan, plan_tiles, run_in_slices
 from hf_pyao.model.tiles.comparison import LEAST_TOKENS, Verdict, agreed, compare_tokens
-from hf_pyao.model.tiles.endings import Ending
+from hf_pyao.model.tiles.linears import Ending
 from hf_pyao.model.tiles.mlp_kinds import KnownMLP
 from hf_pyao.model.tiles.mlp_search import inside
 from hf_pyao.training_engines import DTENSOR, FSDP2, ZERO_3, Feature, is_moved_by_accelerate
@@ -188,10 +188,7 @@ class TiledMLP(Part):
         if self._refused(function, parts, plan, inputs):
             return function(*inputs)
         self._notes.last_plan = plan
-        call = TiledCall(
-            function=function,
-            weights=partial(weights_of, parts),
-            plan=plan,
+        rerun = Rerun(
             state=partial(StateOfCall, self._state_of(parts)),
             is_compiled=self._is_compiled,
             ending=self._ending,
@@ -199,7 +196,7 @@ class TiledMLP(Part):
             check=self._forwards.check_of(self._path),
             watch=partial(self._forwards.second_runs.watch, self._path),
         )
-        return run_in_tiles(call, *inputs)
+        return run_in_slices(function, inputs, partial(weights_of, parts), plan, rerun)
 
     def _verdict(self) -> Verdict:
         return self._notes.verdicts.get(self._known.kind, Verdict())

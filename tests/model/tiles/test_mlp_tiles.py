@@ -388,7 +388,7 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from hf_pyao.model.tiles import TiledCall, plan_tiles, run_in_tiles
+    from hf_pyao.model.tiles import plan_tiles, run_in_slices
     from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
     hidden_size, inner_size = 256, 1024
@@ -401,8 +401,7 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
         before = ledger.live_bytes
         with NotingMode(ledger, fake_mode):
             plan = plan_tiles(num_tokens, tiles, 0, 0)
-            call = TiledCall(function=mlp.forward, weights=list, plan=plan)
-            output = run_in_tiles(call, hidden) if plan.num_tiles > 1 else mlp(hidden)
+            output = run_in_slices(mlp.forward, (hidden,), list, plan)
             forward = ledger.peak_bytes
             grad = torch.empty_like(output)
             (found,) = torch.autograd.grad(output, hidden, grad)
