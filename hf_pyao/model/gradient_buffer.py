@@ -105,11 +105,11 @@ class GradientBuffer:
         self._written = True
 
     def add(self, values: Tensor) -> None:
-        """Add a whole gradient: (num_rows, num_cols), or as many elements in another shape."""
+        """Add a whole gradient, (num_valid_rows, num_cols), in any shape."""
+        rows = values.reshape(self._num_valid, self.shape[1])
         if not self._written:
-            self.write_rows(0, values.reshape(self.shape))
+            self.write_rows(0, rows)
             return
-        rows = values.reshape(self.shape)
         for first, sums in self._sums():
             sums += rows[first : first + sums.shape[0]]
 

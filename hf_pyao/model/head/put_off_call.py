@@ -161,7 +161,7 @@ class PutOffCall:
         logits = torch.no_grad()(self._call_head)(hidden, forward)
         if self.requires_grad:
             anchor = logits.new_empty(0, requires_grad=True)
-            logits = _AfterLoss.apply(logits, anchor)  # type: ignore[no-untyped-call]
+            logits = _AfterLoss.apply(logits.data, anchor)  # type: ignore[no-untyped-call]
         return logits
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
