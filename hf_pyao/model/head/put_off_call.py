@@ -18,7 +18,6 @@ and again before backward goes through it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,31 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_pyao.engine.weights.tables import held_on_device
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.head.output_head import PLAIN, OutputHead, has_plain_parameters
-from hf_pyao.model.losses.transforms import LogitTransform
 from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossRequest:
-    """A loss that the model's own code asked for, of logits that were put off."""
-
-    labels: Tensor
-    """(N,) int64."""
-    transforms: tuple[LogitTransform, ...]
-    """What the model did to its logits before."""
-    num_valid_vocab: int
-    """Columns that the model kept."""
-    ignore_index: int
-    """As in ``F.cross_entropy``."""
-    reduction: str
-    """``"mean"`` or ``"sum"``."""
-    label_smoothing: float
-    """As in ``F.cross_entropy``."""
-
-    def options(self) -> dict[str, Any]:
-        """Return what both chunked losses take by keyword."""
-        names = ("transforms", "ignore_index", "reduction", "label_smoothing")
-        return {name: getattr(self, name) for name in names}
 
 
 class _Steps:
@@ -68,7 +43,8 @@ class _Steps:
 
 register_optimizer_step_post_hook(_Steps.count)
 
-ComputeLoss = Callable[["PutOffCall", Tensor, LossRequest], Tensor]
+ComputeLoss = Callable[["PutOffCall", Tensor, dict[str, Any]], Tensor]
+"""Takes the call, hidden states (N, D), and what the chunked losses take by keyword."""
 
 
 class PutOffCall:
@@ -165,12 +141,17 @@ class PutOffCall:
         return logits
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Return the loss of (N, D) hidden states and (N,) labels, without their logits."""
-        request = LossRequest(labels=labels, **options)
+        """Return the loss of (N, D) hidden states and (N,) labels, without their logits.
+
+        Args:
+            hidden: (N, D).
+            labels: (N,) int64.
+            options: as both chunked losses take them by keyword.
+        """
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with held_on_device(self.head.inner):  # chunks may read its weight several times
-                return self._compute_loss(self, hidden, request)
+                return self._compute_loss(self, hidden, {"labels": labels, **options})
 
         loss = self._call_head(hidden, forward)
         # One without gradients, of logits that have them, is no loss to train with.

@@ -29,7 +29,7 @@ def chunked_module_cross_entropy(
     labels: Tensor,
     *,
     logits_dtype: torch.dtype,
-    num_vocab: int,
+    num_valid_vocab: int,
     chunk_tokens: int,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -48,7 +48,7 @@ def chunked_module_cross_entropy(
         parameters: what *project* uses and may be trained; those that need no gradient are skipped.
         labels: (...) int64, already shifted.
         logits_dtype: what *project* returns here.
-        num_vocab: columns of the logits that count; padding after them is cut off.
+        num_valid_vocab: columns of the logits that count; padding after them is cut off.
         chunk_tokens: most tokens per chunk.
         ignore_index: label of tokens that do not count.
         reduction: ``"mean"`` or ``"sum"``.
@@ -67,7 +67,7 @@ def chunked_module_cross_entropy(
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
-        num_valid_vocab=num_vocab,
+        num_valid_vocab=num_valid_vocab,
         expected_factor=expected_factor,
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
