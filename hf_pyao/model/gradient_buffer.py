@@ -11,13 +11,13 @@ gradient (what a float32 gradient takes), and what is handed over owns no byte t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_pyao.errors import ReleasedTensorError
+from hf_pyao.plan.step.loops import Loop
 
 _BLOCK_ELEMENTS = 2**22
 """Elements of a matrix that are narrowed or widened at a time (16 MiB of float32)."""
@@ -156,25 +156,11 @@ def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
     if sums.dtype == flat.dtype:
         torch.mul(rows, scale, out=flat[offset : offset + rows.numel()].view_as(rows))
         return
-    blocks = RowBlocks(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1)))
+    blocks = Loop(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1)))
     for start, stop in blocks.slices():
         factor = scale if scale.dim() == 0 else scale[start:stop]
         room = flat[offset + start * num_cols : offset + stop * num_cols]
         room.view(-1, num_cols).copy_(rows[start:stop] * factor)
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """Rows of a matrix, cut into blocks."""
-
-    num_rows: int
-    block_rows: int
-    """Rows of every block but the last, which may have fewer."""
-
-    def slices(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(start, stop)`` for each block."""
-        for start in range(0, self.num_rows, self.block_rows):
-            yield start, min(start + self.block_rows, self.num_rows)
 
 
 def has_wide_products(tensor: Tensor) -> bool:
@@ -200,7 +186,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == right.dtype:
         return torch.mm(left, right)
     total = left.new_zeros(left.shape[0], right.shape[1])
-    blocks = RowBlocks(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1]))
+    blocks = Loop(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1]))
     for start, stop in blocks.slices():
         total.addmm_(left[:, start:stop], right[start:stop].to(left.dtype))
     return total

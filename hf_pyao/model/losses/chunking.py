@@ -10,7 +10,7 @@ import torch
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.losses.transforms import LogitTransform, bytes_per_logit
 from hf_pyao.plan.hardware.device_limit import allocator_cap_bytes
-from hf_pyao.plan.step.loops import even_rows
+from hf_pyao.plan.step.loops import Loop, even_rows, repeated, slices_of
 
 MIB = 2**20
 
@@ -45,8 +45,8 @@ class ChunkPlan:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Yield ``(start, stop)`` for each chunk."""
-        for start in range(0, self.num_tokens, self.chunk_tokens):
-            yield start, min(start + self.chunk_tokens, self.num_tokens)
+        loop = Loop(self.num_tokens, self.most_tokens, TOKEN_MULTIPLE)
+        return repeated(slices_of(self.num_tokens, self.chunk_tokens), loop=loop)
 
 
 def default_budget_bytes(device: torch.device) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+Part = TypeVar("Part")
 
 NUM_SHOWN = 3
 """Parts that are run of a loop in a recorded step: first, second and last. The second stands for
@@ -35,6 +39,48 @@ class Loop(NamedTuple):
     def last_rows(self) -> int:
         """Rows of the last part."""
         return self.num_rows - (self.num_parts - 1) * self.part_rows
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Yield ``(start, stop)`` for each part; whoever records is told."""
+        return repeated(slices_of(self.num_rows, self.part_rows), loop=self)
+
+
+Listener = Callable[[Sequence[Any], Loop | None, Callable[[Any], object] | None], Iterator[Any]]
+"""Takes what :func:`repeated` takes, and yields the parts that are to run."""
+
+_LISTENERS: list[Listener] = []
+
+
+def repeated(
+    parts: Sequence[Part],
+    *,
+    loop: Loop | None = None,
+    size_of: Callable[[Part], object] | None = None,
+) -> Iterator[Part]:
+    """Yield *parts*, which are alike; whoever records a step is told, and may run few of them.
+
+    Args:
+        parts: of a loop.
+        loop: what decides the parts; None: it is no :class:`Loop`.
+        size_of: the size of a part; None: all but the last have one size.
+    """
+    return _LISTENERS[-1](parts, loop, size_of) if _LISTENERS else iter(parts)
+
+
+@contextlib.contextmanager
+def told_of_parts(listener: Listener) -> Iterator[None]:
+    """Let *listener* say which parts of loops run, for the whole process, inside this context."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+def slices_of(num_rows: int, part_rows: int) -> list[tuple[int, int]]:
+    """Return ``(start, stop)`` of parts with *part_rows* rows each, but the last with the rest."""
+    starts = range(0, num_rows, part_rows)
+    return [(start, min(start + part_rows, num_rows)) for start in starts]
 
 
 def even_rows(num_rows: int, most_rows: int, multiple: int) -> int:

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from hf_pyao.levers import Levers
 from hf_pyao.model import gradient_buffer
-from hf_pyao.model.gradient_buffer import RowBlocks
 from hf_pyao.model.head import head_forward
 from hf_pyao.model.losses import cross_entropy
 from hf_pyao.model.losses.chunking import TOKEN_MULTIPLE, plan_chunks
@@ -81,10 +80,9 @@ def test_loops_are_cut_as_the_code_cuts_them() -> None:
     for _ in range(300):
         rows, most = draw.randint(1, 20_000), draw.randint(1, 40) * TOKEN_MULTIPLE
         chunks = plan_chunks(rows, 100, 8, torch.bfloat16, (), most)
-        blocks = RowBlocks(rows, most)
         for loop, parts in (
             (Loop(rows, most, TOKEN_MULTIPLE), list(chunks.slices())),
-            (Loop(rows, most), list(blocks.slices())),
+            (Loop(rows, most), list(Loop(rows, most).slices())),
         ):
             start, stop = parts[-1]
             assert (loop.num_parts, loop.last_rows) == (len(parts), stop - start)
