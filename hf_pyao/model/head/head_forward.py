@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao.model.head.callers import caller_outside
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.model.head.output_head import (
     PLAIN,
@@ -24,7 +25,6 @@ from hf_pyao.model.head.put_off_call import PutOffCall
 from hf_pyao.model.head.smoothing import Smoothing, Smoothings
 from hf_pyao.model.losses import (
     ChunkPlan,
-    DeferredLogits,
     choose_chunk_tokens,
     chunked_linear_cross_entropy,
     chunked_module_cross_entropy,

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_pyao.errors import ConfigError
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
-from hf_pyao.model.losses import DeferredLogits
 from tests.helpers.head_loss_models import (
     CONFIGS,
     HIDDEN,

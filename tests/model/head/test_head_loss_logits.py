@@ -19,8 +19,8 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils import _pytree as pytree
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
-from hf_pyao.model.losses import DeferredLogits
 from tests.helpers.head_loss_models import VOCAB, assert_same_step, make_batch, make_model
 
 pytestmark = [

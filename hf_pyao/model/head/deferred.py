@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.losses.deferred_arguments import is_number, only_dtype, sizes_of, split_index
+from hf_pyao.model.head.deferred_arguments import is_number, only_dtype, sizes_of, split_index
+from hf_pyao.model.head.put_off_call import PutOffCall
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
 from hf_pyao.model.losses.transforms import Cast, Divide, LogitTransform, Scale, Tanh
-
-if TYPE_CHECKING:
-    from hf_pyao.model.head.put_off_call import PutOffCall
 
 _Step = Callable[[Tensor], Tensor]
 _Number = float  # the class below has a method of the name `float`

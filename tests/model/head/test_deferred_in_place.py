@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_pyao.model.losses import DeferredLogits
-from tests.model.losses.test_deferred import VOCAB, make
+from hf_pyao.model.head.deferred import DeferredLogits
+from tests.model.head.test_deferred import VOCAB, make
 
 LABELS = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2))
 
