@@ -138,9 +138,10 @@ class _WithoutDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _DROPOUTS:
             return func(*args, **kwargs)
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        self.draws = self.draws or bool(training)
-        return args[0] if args else kwargs["input"]
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        is_training = given.get("training", given.get("train", True))
+        self.draws = self.draws or bool(given.get("p", 0.5) and is_training)
+        return given["input"]
 
 
 def agreed(kind: str, name: str, verdict: Verdict) -> Verdict:
