@@ -202,6 +202,26 @@ def test_an_mlp_that_mixes_tokens(kind: Any, named: str, caplog: pytest.LogCaptu
     assert named in warning.getMessage()
 
 
+class Centred(nn.Module):
+    """An activation that takes the mean of all tokens away."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.relu(hidden - hidden.mean(tuple(range(hidden.dim() - 1)), keepdim=True))
+
+
+def test_an_activation_that_mixes_tokens_in_a_spread_mlp() -> None:
+    model = tiny_model("opt")
+    for layer in model.model.decoder.layers:
+        layer.activation_fn = Centred()
+    expected = gradients(model)
+    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
+        found = gradients(model)
+        assert offloader.mlp_tiles is not None
+        assert "other tokens" in offloader.mlp_tiles.describe()
+        assert num_tiles_of(offloader) == 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_fused_experts_are_left_alone_with_the_reason() -> None:
     """Before transformers 5 experts are modules, and each one is tiled."""
     model = tiny_model("mixtral")
