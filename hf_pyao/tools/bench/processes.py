@@ -23,6 +23,7 @@ from typing import Any
 import hf_pyao
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
+from hf_pyao.plan.documents.schema import read_fields
 from hf_pyao.text import one_line
 from hf_pyao.tools.bench.methods import find_method
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
@@ -101,7 +102,7 @@ def run_trials(
                 if isinstance(message, Failure):
                     yield _row(trial, message, deadline)
                     break
-                yield BenchRow.from_dict(message, f"the row of {trial.method}")
+                yield read_fields(BenchRow, message, f"the row of {trial.method}")
                 if deadline.left_s() <= 0:
                     break
 

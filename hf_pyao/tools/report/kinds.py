@@ -20,12 +20,8 @@ from hf_pyao.plan.documents.schema import ReportError, read_json
 from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.text import echo
-from hf_pyao.tools.report.plots.bench_plots import bench_figure
+from hf_pyao.tools.report.plots.draw import drawn
 from hf_pyao.tools.report.plots.look import need_matplotlib
-from hf_pyao.tools.report.plots.plan_plots import plan_figure
-from hf_pyao.tools.report.plots.run_plots import run_figure
-from hf_pyao.tools.report.plots.step_plots import step_figure
-from hf_pyao.tools.report.plots.sweep_plots import sweep_figure
 from hf_pyao.tools.report.views.bench_view import bench_view, facts_view
 from hf_pyao.tools.report.views.estimate_view import estimate_view
 from hf_pyao.tools.report.views.microbatch_view import microbatch_view
@@ -52,16 +48,14 @@ class Kind:
     document: type[Any]
     """Its class, which has ``from_dict(values, where)``."""
     view: Callable[[Any], View]
-    figure: Callable[[Any], Figure | None] | None = None
-    """Draws its plot, or returns None where there is too little to draw; None: it has none."""
     trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
     """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
     spans."""
 
 
 KINDS: Mapping[str, Kind] = {
-    "run": Kind(document=RunReport, view=run_view, figure=run_figure),
-    "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
+    "run": Kind(document=RunReport, view=run_view),
+    "bench": Kind(document=BenchReport, view=bench_view),
     "facts": Kind(document=FactsReport, view=facts_view),
     "estimate": Kind(document=EstimateReport, view=estimate_view),
     "profile": Kind(
@@ -70,10 +64,10 @@ KINDS: Mapping[str, Kind] = {
         trace_events=profile_events,
     ),
     "prediction": Kind(document=PredictionReport, view=prediction_view),
-    "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
-    "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
+    "sweep": Kind(document=SweepReport, view=sweep_view),
+    "plan": Kind(document=Plan, view=plan_view),
     "microbatch": Kind(document=MicroBatchReport, view=microbatch_view),
-    "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
+    "step": Kind(document=StepReport, view=step_view, trace_events=step_events),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
@@ -98,16 +92,16 @@ def view_of(document: Document) -> View:
 
 
 def figure_of(document: Document) -> Figure | None:
-    """Return the plot that belongs to *document*; None if there is none of such, or of this one.
+    """Return the plots that belong to *document*; None if there are none.
 
     Raises:
         ReportError: matplotlib is missing.
     """
-    draw = kind_of(document).figure
-    if draw is None:
+    view = view_of(document)
+    if not view.plots:
         return None
     need_matplotlib()
-    return draw(document)
+    return drawn(view.plots, view.title)
 
 
 def read_document(path: str | Path) -> Any:
