@@ -12,7 +12,6 @@ import pytest
 
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
-from hf_pyao.auto.machine.page import PAGE, page
 from hf_pyao.auto.machine.rules import MOST_ROUNDS
 from hf_pyao.auto.machine.states import (
     Mode,
@@ -25,6 +24,7 @@ from hf_pyao.auto.machine.states import (
     Target,
 )
 from hf_pyao.auto.machine.table import IGNORED, TABLE, next_state
+from tests.auto.machine_page import PAGE, page
 
 LADDER = (Target.RECOMPUTED, Target.WAITING)
 AUTO = State(name="auto", num_rounds_left=MOST_ROUNDS, rungs=LADDER, patience=4)
@@ -70,12 +70,12 @@ def test_every_mode_answers_every_event() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m hf_pyao.auto.machine.page`"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.auto.machine_page`"
 
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; import hf_pyao.auto.machine.table, hf_pyao.auto.machine.page;"
+        "import sys; sys.modules['torch'] = None; import hf_pyao.auto.machine.table;"
         "assert not [n for n in sys.modules if n.startswith('hf_pyao.') and '.auto' not in n and n != 'hf_pyao.version']"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,10 +26,11 @@ from hf_pyao.plan.predict.predict import (
 from hf_pyao.plan.step.prediction import FREED, MemoryKey, Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.ways import WAYS, Way
+from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.replayed_step import replay_step
 from tests.helpers.simulation.simulated_step import simulate_step
 
