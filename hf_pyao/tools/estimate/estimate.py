@@ -7,7 +7,7 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,6 @@ from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
 from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
-from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
@@ -55,8 +54,8 @@ FREE = LeverRoom(segments=True, nested=True, attention=True, groups=True)
 """Levers that a plan may choose."""
 
 SLACK = 1 / 128
-"""Share of a size within which larger ones are not looked for, where each is recorded; and which a
-size may lack that leaves room."""
+"""Share of a size within which larger ones are not looked for with MLPs in tiles or attention in
+groups; and which a size may lack that leaves room."""
 
 LIKELY_MICRO_BATCH = 128
 """Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
@@ -229,17 +228,17 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        first = None if family.levers.scales else self._first_on_line(family)
-        is_computed = family.levers.scales or first is not None
+        levers = family.levers
+        is_exact = levers.mlp_tiles == levers.attention_groups == "off"
         found = self._largest(
-            family.levers.scales,
+            levers.scales,
             memory_at,
             allocator,
             at_least=at_least,
-            likely=(1, first or LIKELY_MICRO_BATCH) if not at_least else (),
-            slack=0.0 if is_computed else SLACK,
+            likely=(1, LIKELY_MICRO_BATCH) if not at_least else (),
+            slack=0.0 if is_exact else SLACK,
         )
-        if not is_computed or found <= at_least or SLACK * found < 1:
+        if not is_exact or found <= at_least or SLACK * found < 1:
             return found
         # What fits with a full device may not fit with copies that end at other times: an emulated
         # card ran 144 samples of GPT-2, which leave room, and not 145, which fill the device.
@@ -380,11 +379,7 @@ class Estimator:
 
     def _computed(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         line = None
-        is_many = micro_batch > 1
-        if is_many and not family.levers.scales:
-            first = self._first_on_line(family)
-            is_many = first is not None and micro_batch > first
-        if is_many and length == self.sequence_length:
+        if micro_batch > 1 and length == self.sequence_length:
             line = self._line(family, "micro-batch", length)
         elif micro_batch == 1 and length != self.sequence_length:
             line = self._line(family, "length", 1)
@@ -399,44 +394,18 @@ class Estimator:
         key = (family, what, fixed)
         if key not in self._lines:
             self._lines[key] = None
-            points: list[tuple[int, StepProgram]] = []
-            if what == "micro-batch" and not family.levers.scales:
-                self._lines[key] = self._loop_line(family)
-            elif what == "micro-batch":  # a single sample may run other operations
-                points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
+            sizes: Sequence[int] = ()
+            if family.levers.scales and what == "micro-batch":
+                sizes = (2, 3)  # a single sample may run other operations
             elif family.levers.scales and self._longest_multiple >= 3:
-                multiples = [1, 2, 3]
-                if self._recorded_multiple(family) > 2:
-                    multiples[2] = self._recorded_multiple(family)
-                lengths = [LENGTH_STEP * each for each in multiples]
-                points = [(size, self._record(family, fixed, size)) for size in lengths]
-            if points:
+                last = max(3, self._recorded_multiple(family))
+                sizes = [LENGTH_STEP * each for each in (1, 2, last)]
+            if sizes:
+                shapes = [(n, fixed) if what == "micro-batch" else (fixed, n) for n in sizes]
+                points = [self._record(family, *each) for each in shapes]
                 with suppress(OtherOperationsError):
-                    self._lines[key] = interpolate(points)
+                    self._lines[key] = interpolate(list(zip(sizes, points, strict=True)))
         return self._lines[key]
-
-    def _first_on_line(self, family: Family) -> int | None:
-        """Return the first micro-batch whose step is computed, though it runs loops over rows.
-
-        None if its parts follow rules of their own.
-        """
-        if "off" != family.levers.mlp_tiles or "off" != family.levers.attention_groups:
-            return None
-        return likely_least_size(self._record(family, 1, self.sequence_length))
-
-    def _loop_line(self, family: Family) -> Callable[[int], StepProgram] | None:
-        """Return the step with loops over rows as a function of the micro-batch."""
-        length, first = self.sequence_length, self._first_on_line(family)
-
-        def points(sizes: Iterable[int]) -> list[tuple[int, StepProgram]]:
-            return [(size, self._record(family, size, length)) for size in sizes]
-
-        with suppress(OtherOperationsError):
-            if first is not None:
-                lines = LoopLines(points(sorted({1, first})))
-                if (sizes := lines.telling_sizes(first)) is not None:
-                    return interpolate_loops(points(sizes))
-        return None
 
     def _recorded_multiple(self, family: Family) -> int:
         """Return the multiple of :data:`LENGTH_STEP` that is recorded; 0 if there is none."""
