@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_pyao.errors import nearest
 from hf_pyao.plan.documents.bench import BenchReport, FactsReport
@@ -53,6 +53,9 @@ class Kind:
     spans."""
 
 
+Document: TypeAlias = Any
+"""An instance of the class of one of :data:`KINDS`."""
+
 KINDS: Mapping[str, Kind] = {
     "run": Kind(document=RunReport, view=run_view),
     "bench": Kind(document=BenchReport, view=bench_view),
@@ -70,15 +73,6 @@ KINDS: Mapping[str, Kind] = {
     "step": Kind(document=StepReport, view=step_view, trace_events=step_events),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
-
-
-class Document(Protocol):
-    """A document: an instance of the class of one of :data:`KINDS`."""
-
-    @property
-    def kind(self) -> str:
-        """A key of :data:`KINDS`."""
-        ...
 
 
 def kind_of(document: Document) -> Kind:
