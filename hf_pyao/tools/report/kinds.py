@@ -31,7 +31,6 @@ from hf_pyao.tools.report.views.profile_view import profile_view
 from hf_pyao.tools.report.views.run_view import run_view
 from hf_pyao.tools.report.views.step_view import step_view
 from hf_pyao.tools.report.views.sweep_view import sweep_view
-from hf_pyao.tools.report.views.trace_events import profile_events, step_events
 from hf_pyao.tools.report.views.view import View
 
 if TYPE_CHECKING:
@@ -48,9 +47,6 @@ class Kind:
     document: type[Any]
     """Its class, which has ``from_dict(values, where)``."""
     view: Callable[[Any], View]
-    trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
-    """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
-    spans."""
 
 
 Document: TypeAlias = Any
@@ -64,13 +60,12 @@ KINDS: Mapping[str, Kind] = {
     "profile": Kind(
         document=Profile,
         view=profile_view,
-        trace_events=profile_events,
     ),
     "prediction": Kind(document=PredictionReport, view=prediction_view),
     "sweep": Kind(document=SweepReport, view=sweep_view),
     "plan": Kind(document=Plan, view=plan_view),
     "microbatch": Kind(document=MicroBatchReport, view=microbatch_view),
-    "step": Kind(document=StepReport, view=step_view, trace_events=step_events),
+    "step": Kind(document=StepReport, view=step_view),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
