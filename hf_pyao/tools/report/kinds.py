@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hf_pyao.errors import nearest
 from hf_pyao.plan.documents.bench import BenchReport, FactsReport
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of document: how it is read and shown. A new kind is one more row of :data:`KINDS`.
 
     A document is a dataclass with ``schema_version`` and ``kind``.
@@ -53,31 +51,24 @@ Document: TypeAlias = Any
 """An instance of the class of one of :data:`KINDS`."""
 
 KINDS: Mapping[str, Kind] = {
-    "run": Kind(document=RunReport, view=run_view),
-    "bench": Kind(document=BenchReport, view=bench_view),
-    "facts": Kind(document=FactsReport, view=facts_view),
-    "estimate": Kind(document=EstimateReport, view=estimate_view),
-    "profile": Kind(
-        document=Profile,
-        view=profile_view,
-    ),
-    "prediction": Kind(document=PredictionReport, view=prediction_view),
-    "sweep": Kind(document=SweepReport, view=sweep_view),
-    "plan": Kind(document=Plan, view=plan_view),
-    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view),
-    "step": Kind(document=StepReport, view=step_view),
+    "run": Kind(RunReport, run_view),
+    "bench": Kind(BenchReport, bench_view),
+    "facts": Kind(FactsReport, facts_view),
+    "estimate": Kind(EstimateReport, estimate_view),
+    "profile": Kind(Profile, profile_view),
+    "prediction": Kind(PredictionReport, prediction_view),
+    "sweep": Kind(SweepReport, sweep_view),
+    "plan": Kind(Plan, plan_view),
+    "microbatch": Kind(MicroBatchReport, microbatch_view),
+    "step": Kind(StepReport, step_view),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
 
-def kind_of(document: Document) -> Kind:
-    """Return what belongs to the kind of *document*."""
-    return next(kind for kind in KINDS.values() if isinstance(document, kind.document))
-
-
 def view_of(document: Document) -> View:
     """Return what *document* shows."""
-    return kind_of(document).view(document)
+    kinds = KINDS.values()
+    return next(kind for kind in kinds if isinstance(document, kind.document)).view(document)
 
 
 def figure_of(document: Document) -> Figure | None:
