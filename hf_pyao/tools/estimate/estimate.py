@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +34,9 @@ from hf_pyao.plan.predictor.choice import LENGTH_STEP, LONGEST
 from hf_pyao.plan.predictor.largest import largest_fitting, largest_on_a_line
 from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
 from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
+from hf_pyao.plan.predictor.steps import Steps
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
-from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.plan.weights.base_names import BASES
@@ -106,7 +105,7 @@ class Estimator:
         """Recorded or computed."""
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], Outcome] = {}
-        self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._by_size: dict[tuple[Family, int | None], Steps] = {}
         self._shares: dict[AllocatorSettings, float] = {}
         """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
@@ -374,38 +373,30 @@ class Estimator:
         """Return the step at a size: recorded there, or computed from recordings at others."""
         key = (family, micro_batch, length)
         if key not in self._programs:
-            self._programs[key] = self._recorded.get(key) or self._computed(*key)
+            if length == self.sequence_length:
+                steps, size = self._steps(family, None), micro_batch
+            else:
+                steps, size = self._steps(family, micro_batch), length
+            self._programs[key] = self._recorded.get(key) or steps.at(size, family.levers)
         return self._programs[key]
 
-    def _computed(self, family: Family, micro_batch: int, length: int) -> StepProgram:
-        line = None
-        if micro_batch > 1 and length == self.sequence_length:
-            line = self._line(family, "micro-batch", length)
-        elif micro_batch == 1 and length != self.sequence_length:
-            line = self._line(family, "length", 1)
-        size = micro_batch if micro_batch > 1 else length
-        with suppress(OtherOperationsError):
-            if line is not None:
-                return line(size)
-        return self._record(family, micro_batch, length)
-
-    def _line(self, family: Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
-        """Return the step as a function of one size; None if it runs other operations then."""
-        key = (family, what, fixed)
-        if key not in self._lines:
-            self._lines[key] = None
-            sizes: Sequence[int] = ()
-            if family.levers.scales and what == "micro-batch":
-                sizes = (2, 3)  # a single sample may run other operations
-            elif family.levers.scales and self._longest_multiple >= 3:
+    def _steps(self, family: Family, micro_batch: int | None) -> Steps:
+        """Return the steps of one micro-batch by their length; None: of our length, by theirs."""
+        key = (family, micro_batch)
+        if key not in self._by_size:
+            points: Sequence[int] | None = (2, 3)  # a single sample may run other operations
+            if micro_batch is not None:
                 last = max(3, self._recorded_multiple(family))
-                sizes = [LENGTH_STEP * each for each in (1, 2, last)]
-            if sizes:
-                shapes = [(n, fixed) if what == "micro-batch" else (fixed, n) for n in sizes]
-                points = [self._record(family, *each) for each in shapes]
-                with suppress(OtherOperationsError):
-                    self._lines[key] = interpolate(list(zip(sizes, points, strict=True)))
-        return self._lines[key]
+                has_lengths = self._longest_multiple >= 3
+                points = [LENGTH_STEP * each for each in (1, 2, last)] if has_lengths else None
+
+            def record(size: int, levers: Levers) -> StepProgram:
+                if micro_batch is None:
+                    return self._record(family, size, self.sequence_length)
+                return self._record(family, micro_batch, size)
+
+            self._by_size[key] = Steps(record, points)
+        return self._by_size[key]
 
     def _recorded_multiple(self, family: Family) -> int:
         """Return the multiple of :data:`LENGTH_STEP` that is recorded; 0 if there is none."""
@@ -446,7 +437,7 @@ class Estimator:
         if not most:
             return 0  # fewer positions than a step
         family = self._family(way)
-        is_computed = self._line(family, "length", 1) is not None
+        is_computed = self._steps(family, 1).is_computed(family.levers)
 
         def memory_at(multiple: int) -> SizedMemory:
             return self._sized(way, family, 1, multiple * LENGTH_STEP)
