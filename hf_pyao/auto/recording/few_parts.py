@@ -14,10 +14,10 @@ from unittest import mock
 from torch._guards import active_fake_mode
 
 from hf_pyao.model.gradient_buffer import RowBlocks
-from hf_pyao.model.losses.chunking import TOKEN_MULTIPLE, ChunkPlan
+from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.tiles import TilePlan
 from hf_pyao.plan.options.group_plan import Group, GroupPlan
-from hf_pyao.plan.step.loops import NUM_SHOWN, Loop
+from hf_pyao.plan.step.loops import NUM_SHOWN
 from hf_pyao.plan.step.step_recorder import StepRecorder
 
 Part = TypeVar("Part")
@@ -30,20 +30,12 @@ def few_parts(recorder: StepRecorder) -> Iterator[None]:
     It stands for all but first and last. Another thread's, on real tensors, are all there.
     """
     with (
-        _few(ChunkPlan, "slices", recorder, loop_of=_loop_of_chunks),
+        _few(ChunkPlan, "slices", recorder),
         _few(TilePlan, "slices", recorder),
-        _few(RowBlocks, "slices", recorder, loop_of=_loop_of_blocks),
+        _few(RowBlocks, "slices", recorder),
         _few(GroupPlan, "groups", recorder, _size_of_group),
     ):
         yield
-
-
-def _loop_of_chunks(plan: ChunkPlan) -> Loop:
-    return Loop(plan.num_tokens, plan.most_tokens, TOKEN_MULTIPLE)
-
-
-def _loop_of_blocks(blocks: RowBlocks) -> Loop:
-    return Loop(blocks.num_rows, blocks.block_rows)
 
 
 def _size_of_group(group: Group) -> tuple[int, int]:
@@ -56,7 +48,6 @@ def _few(
     method: str,
     recorder: StepRecorder,
     size_of: Callable[[Any], object] | None = None,
-    loop_of: Callable[[Any], Loop] | None = None,
 ) -> Iterator[None]:
     """Let *method* of *kind*, which yields the parts of a loop, yield few of them.
 
@@ -65,13 +56,11 @@ def _few(
         method: yields them.
         recorder: told how often a part is to run.
         size_of: the size of a part; None: all but the last have one size.
-        loop_of: what decides the parts; None: it is no :class:`Loop`.
     """
     all_parts = getattr(kind, method)
 
     def few(plan: Any) -> Iterator[Any]:
         parts = list(all_parts(plan))
-        recorder.note_loop(None if loop_of is None else loop_of(plan), len(parts))
         if len(parts) <= NUM_SHOWN or active_fake_mode() is None:
             yield from parts
             return
