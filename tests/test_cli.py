@@ -87,39 +87,6 @@ def test_report_prints_tables(files: list[str], capsys: pytest.CaptureFixture[st
     assert "## Offloading in run.json: policy all, codec identity, on cuda:0" in out
 
 
-def test_reports_of_several_runs_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {
-        "a.json": make_run(),
-        "b.json": make_run(policy="modules", config={"policy": "modules", "codec": "int8"}),
-        "c.json": make_run(extra={"name": "a run with a name"}),
-    }
-    for name, document in runs.items():
-        write_json(tmp_path / name, document)
-    assert cli.main(["report", *(str(tmp_path / name) for name in runs)]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("## ")] == [
-        "## Offloading in a.json: policy all, codec identity, on cuda:0",
-        "## Offloading in b.json: policy modules, codec int8, on cuda:0",
-        "## Offloading in a run with a name: policy all, codec identity, on cuda:0",
-    ]
-
-
-@pytest.mark.thorough
-def test_report_writes_a_page(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out.html"
-    assert cli.main(["report", *files, "-o", str(output)]) == 0
-    assert capsys.readouterr().out == f"written: {output}\n"
-    assert output.read_text(encoding="utf-8").count("<img") == 2
-
-
-def test_report_writes_a_page_without_plots(files: list[str], tmp_path: Path) -> None:
-    assert cli.main(["report", files[0], "-o", str(tmp_path / "out.md"), "--no-plots"]) == 0
-    assert [path.name for path in tmp_path.glob("out*")] == ["out.md"]
-
-
 def test_a_file_of_another_version_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,33 +56,19 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         r"policy is 3; expected one of 'auto', 'all', 'modules', 'budget', 'plan', 'pyao', 'off', or a Po",
     ),
     ({"policy": None}, r"policy is None; expected .* with name, decide\(\)\. It lacks 'name'"),
-    ({"policy": False}, r"policy is False; did you mean 'off'\? In YAML, write it with quotes"),
     ({"policy": OffloadAll}, r"policy is the class OffloadAll; .*Make one of it"),
     ({"policy": Nameless()}, r"policy is <.*Nameless object.*It lacks 'name'"),
-    ({"policy": Undecided()}, r"policy is <.*Undecided object.*It lacks 'decide'"),
     ({"policy": Unreadable()}, r"policy is <Unreadable instance.*expected one of"),
     ({"codec": "identitty"}, r"codec is 'identitty'; did you mean 'identity'\?"),
-    ({"codec": "int8_tensor"}, r"codec is 'int8_tensor'; did you mean 'int8'\?"),
     ({"codec": None}, r"codec is None; expected one of 'identity', .*, or a Codec: an object with"),
-    ({"codec": 8}, r"codec is 8; expected one of"),
     ({"codec": Undecided()}, r"codec is <.*It lacks 'is_lossless'"),
     ({"min_bytes": -1}, r"min_bytes is -1; it cannot be negative \(unit: bytes\)"),
     ({"min_bytes": 1.5}, r"min_bytes is 1\.5; expected a whole number of bytes"),
-    ({"min_bytes": True}, r"min_bytes is True; expected a whole number"),
     ({"min_bytes": "64k"}, r"min_bytes is '64k'; expected .* a size such as '256MiB' \(KiB, MiB"),
-    ({"min_bytes": "1.5"}, r"min_bytes is '1\.5'; expected a whole number of bytes"),
-    ({"min_bytes": "-1KiB"}, r"min_bytes is -1024; it cannot be negative"),
     ({"min_bytes": 10**5000}, r"min_bytes is .*; expected at most 9,223,"),
-    ({"keep_last_layers": -2}, r"keep_last_layers is -2; it cannot be negative \(unit: layers\)"),
-    ({"keep_last_layers": "2"}, r"keep_last_layers is '2'; expected a whole number of layers"),
     ({"window": "layers"}, r"window is 'layers'; expected 'layer' or a whole number of bytes, or"),
-    ({"window": "256 MoB"}, r"window is '256 MoB'; expected 'layer' or"),
-    ({"window": "8388608TiB"}, r"window is 9223372036854775808; expected at most"),
-    ({"window": -5}, r"window is -5; it cannot be negative"),
-    ({"host_memory_gib": -0.5}, r"host_memory_gib is -0\.5; it cannot be negative \(unit: GiB\)"),
     ({"host_memory_gib": float("nan")}, r"host_memory_gib is nan; expected a number of GiB"),
     ({"host_memory_gib": 1e308}, r"host_memory_gib is 1e\+308; expected .*, below 8,589,934,592"),
-    ({"host_memory_gib": "4"}, r"host_memory_gib is '4'; expected a number of GiB"),
     ({"disk_path": ""}, r"disk_path is ''; expected the path of a directory"),
     ({"disk_path": "a\0b"}, r"disk_path is 'a\\x00b'; .*without the character NUL"),
     (
@@ -90,25 +76,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         r"disk_gib is 0, which has no effect while disk_path is not given: give disk_path",
     ),
     ({"disk_write_limit": 5}, r"disk_write_limit is 5, .* while disk_path is not given"),
-    ({"disk_path": "d", "disk_gib": "4"}, r"disk_gib is '4'; expected a number of GiB"),
     ({"disk_path": "d", "disk_write_limit": 0}, r"disk_write_limit is 0; .* above 0, such as 60"),
-    ({"disk_path": "d", "disk_write_limit": None}, r"is None; expected .* of TB \(10\*\*12 bytes"),
-    ({"disk_path": "d", "disk_write_limit": 1e9}, r"is 1000000000\.0; .*, below 9,223,372"),
     ({"head_loss": "chunk"}, r"head_loss is 'chunk'; did you mean 'chunked'\?"),
     ({"head_loss": False}, r"head_loss is False; did you mean 'off'\?"),
     ({"mlp_tiles": 0}, r"mlp_tiles is 0; expected 'off', 'auto', or a whole number of tiles"),
-    ({"mlp_tiles": -2}, r"mlp_tiles is -2; it cannot be negative"),
     ({"mlp_tiles": "many"}, r"mlp_tiles is 'many'; expected 'off', 'auto', or a whole number"),
-    ({"attention_groups": "many"}, r"attention_groups is 'many'; expected 'off', 'auto', or"),
-    ({"mlp_tiles": False}, r"mlp_tiles is False; did you mean 'off'\?"),
-    ({"stream_weights": -1}, r"stream_weights is -1; it cannot be negative"),
-    ({"stream_weights": "aut"}, r"stream_weights is 'aut'; did you mean 'auto'\?"),
     ({"stream_embeddings": "yes"}, r"stream_embeddings is 'yes'; known: auto, on, off"),
     (
         {"stream_embeddings": "on"},
         r"stream_embeddings is 'on', which has no effect while stream_weights is 'off'\. Give",
     ),
-    ({"checkpoint_every": -1}, r"checkpoint_every is -1; it cannot be negative \(unit: layers\)"),
     ({"checkpoint_every": 1.0}, r"checkpoint_every is 1\.0; expected a whole number of layers"),
     ({"long_context": "yes"}, r"long_context is 'yes'; expected true or false"),
     ({"save_attention": True}, r"save_attention is on, which has no effect while checkpoint_ev"),
@@ -123,8 +100,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"log_metrics": "al"}, r"log_metrics is 'al'; did you mean 'all'\?"),
     ({"modules": "mlp_act"}, r"modules is 'mlp_act'; expected a list or tuple.*\('mlp_act',\)"),
-    ({"modules": b"ab"}, r"modules is b'ab'; expected a list or tuple of names"),
-    ({"layers": "mid_block"}, r"layers is 'mid_block'; expected a list or tuple.*\('mid_block',\)"),
     ({"modules": ("",)}, r"modules holds ''; expected non-empty names"),
     ({"policy": "modules"}, r"modules is empty: name roles such as 'mlp_act', or choose 'all'"),
     (
@@ -132,9 +107,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         r"modules is \['mlp_act'\], which has no effect while policy is 'auto': choose policy",
     ),
     ({"report": 3}, r"report is 3; expected the path of a file"),
-    ({"report": "a\0b.json"}, r"report is 'a\\x00b\.json'; .*without the character NUL"),
     ({"report": ""}, r"report is '', which names no file"),
-    ({"report": "out/"}, r"report is 'out/', which names no file"),
 ]
 
 
@@ -176,13 +149,6 @@ def test_long_context_sets_what_is_not_given() -> None:
     assert PyAOConfig.from_dict(open_config.to_dict()) == open_config
 
 
-def test_limits_are_allowed() -> None:
-    PyAOConfig(min_bytes=0, keep_last_layers=0, window=0, host_memory_gib=0)
-    PyAOConfig(window="layer", policy="modules", modules=("mlp_act", "self_attn.*"))
-    assert PyAOConfig() == PyAOConfig()
-    assert hash(PyAOConfig()) == hash(PyAOConfig())
-
-
 def test_it_cannot_be_changed() -> None:
     config = PyAOConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -206,12 +172,6 @@ def test_names_are_taken_from_any_sequence(value: Any) -> None:
     assert config.modules == config.layers == config.recompute_modules == ("mlp_act", "core_attn")
     assert hash(config) == hash(dataclasses.replace(config))
     assert PyAOConfig.from_dict(config.to_dict()) == config
-
-
-def test_a_set_of_names_has_an_order() -> None:
-    """As peft keeps ``target_modules``; configurations are compared, and written to files."""
-    names = {f"module{i}" for i in range(20)}
-    assert PyAOConfig(policy="modules", modules=names).modules == tuple(sorted(names))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -243,12 +203,6 @@ def test_a_window_of_a_few_bytes_is_told_once(caplog: pytest.LogCaptureFixture) 
     for likely in ("layer", "120KB", 0, 2**16, None):
         PyAOConfig(window=likely, min_bytes=1)
     assert ["window is 12345, which means" in r.getMessage() for r in caplog.records] == [True]
-
-
-def test_a_path_object_is_a_path() -> None:
-    config = PyAOConfig(report=Path("out") / "run.json")
-    assert config.to_dict()["report"] == str(Path("out/run.json"))
-    json.dumps(config.to_dict())
 
 
 def test_what_a_message_repeats_is_short() -> None:
@@ -344,23 +298,6 @@ def test_bad_files_are_refused(content: bytes | None, message: str, tmp_path: Pa
     with pytest.raises(ConfigError, match=message) as caught:
         PyAOConfig.from_json_file(path)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["a\0b.json", "x" * 300])
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration file"):
-        PyAOConfig.from_json_file(name)
-
-
-def test_what_is_no_mapping_is_refused() -> None:
-    for values in (None, [], "all", 3):
-        with pytest.raises(ConfigError, match="expected a mapping of settings"):
-            PyAOConfig.from_dict(values)  # type: ignore[arg-type]
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration file"):
-        PyAOConfig.from_json_file(tmp_path)
 
 
 # ---- names and instances

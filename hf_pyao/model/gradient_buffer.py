@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_pyao.errors import ReleasedTensorError
-from hf_pyao.plan.step.loops import Loop
+from hf_pyao.plan.step.loops import slices_of
 
 _BLOCK_ELEMENTS = 2**22
 """Elements of a matrix that are narrowed or widened at a time (16 MiB of float32)."""
@@ -156,8 +156,8 @@ def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
     if sums.dtype == flat.dtype:
         torch.mul(rows, scale, out=flat[offset : offset + rows.numel()].view_as(rows))
         return
-    blocks = Loop(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1)))
-    for start, stop in blocks.slices():
+    block_rows = max(1, _BLOCK_ELEMENTS // max(num_cols, 1))
+    for start, stop in slices_of(rows.shape[0], block_rows):
         factor = scale if scale.dim() == 0 else scale[start:stop]
         room = flat[offset + start * num_cols : offset + stop * num_cols]
         room.view(-1, num_cols).copy_(rows[start:stop] * factor)
@@ -186,7 +186,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == right.dtype:
         return torch.mm(left, right)
     total = left.new_zeros(left.shape[0], right.shape[1])
-    blocks = Loop(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1]))
-    for start, stop in blocks.slices():
+    block_rows = max(1, _BLOCK_ELEMENTS // right.shape[1])
+    for start, stop in slices_of(right.shape[0], block_rows):
         total.addmm_(left[:, start:stop], right[start:stop].to(left.dtype))
     return total

@@ -49,10 +49,6 @@ def seen(results_of: ResultsOf, scenario: Scenario) -> list[dict[str, Any]]:
     return ranks
 
 
-def test_scenario_names_are_unique() -> None:
-    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
-
-
 @pytest.mark.thorough
 @of_all
 def test_the_model_is_wrapped_as_the_scenario_says(

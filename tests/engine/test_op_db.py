@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 
-NUM_SHARES = 9
+NUM_SHARES = 60
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"checkpoint_every": 1},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.machine.states import Mode
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import read_json
+from hf_pyao.plan.hardware import device_limit
 from hf_pyao.plan.measure import segment_memory
 from hf_pyao.plan.measure.profile import MOST_UNCOUNTED
 from hf_pyao.plan.measure.segment_memory import predicted_growth
@@ -50,12 +51,46 @@ def holding_unknown_memory(model: Any) -> Iterator[None]:
             handle.remove()
 
 
+class MakesState(torch.optim.SGD):
+    """An optimizer that makes a large state in its first step, as AdamW does."""
+
+    state_made: torch.Tensor | None = None
+
+    def step(self, closure: Any = None) -> None:
+        if self.state_made is None:
+            device = self.param_groups[0]["params"][0].device
+            self.state_made = torch.empty(UNKNOWN_BYTES, dtype=torch.uint8, device=device)
+        super().step()
+
+
 def step_peak_bytes(model: Any, batch: dict[str, torch.Tensor], device: torch.device) -> int:
     torch.accelerator.reset_peak_memory_stats(device)
     model(**batch).loss.backward()
     model.zero_grad()
     torch.accelerator.synchronize(device)
     return torch.accelerator.max_memory_allocated(device)
+
+
+def planned_peak_bytes(
+    model: Any, batch: dict[str, torch.Tensor], offloader: Any, after_step: Callable[[], object]
+) -> int:
+    """Train until a plan is checked and followed; return the peak of the step behind."""
+    device = offloader.device
+    for _ in range(12):
+        step_peak_bytes(model, batch, device)
+        after_step()
+        if offloader.auto.driver.state.mode is Mode.FOLLOWING:
+            break
+    return step_peak_bytes(model, batch, device)
+
+
+def limit_below_all(model: Any, batch: dict[str, torch.Tensor], device: torch.device) -> int:
+    """Return a limit, in bytes, under which a fifth of what a step takes has to go."""
+    step_peak_bytes(model, batch, device)  # libraries' workspaces
+    gc.collect()
+    there_bytes = torch.accelerator.memory_allocated(device)
+    most_bytes = step_peak_bytes(model, batch, device)
+    return there_bytes + (most_bytes - there_bytes) * 4 // 5
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
@@ -67,26 +102,67 @@ def test_a_plan_leaves_room_for_what_is_measured(
         pytest.skip("the device does not count its memory")
     model: Any = make_model("llama", gpu)
     batch = batch_of(gpu, 256, size=16)
-    step_peak_bytes(model, batch, device)  # libraries' workspaces
-    gc.collect()
-    there_bytes = torch.accelerator.memory_allocated(device)
-    most_bytes = step_peak_bytes(model, batch, device)
-    limit_bytes = there_bytes + (most_bytes - there_bytes) * 4 // 5
+    limit_bytes = limit_below_all(model, batch, device)
     if not is_measured:
         monkeypatch.setattr(segment_memory, "allocated_and_peak_bytes", lambda device: None)
+        monkeypatch.setattr(device_limit, "_allocated_bytes", lambda device: 0)
     config = PyAOConfig(policy="auto", profile_steps=2, device_memory_gib=limit_bytes / GIB)
     with holding_unknown_memory(model), attach(model, config, device=device) as offloader:
-        assert offloader.auto is not None
-        for _ in range(12):
-            peak_bytes = step_peak_bytes(model, batch, device)
-            if offloader.auto.driver.state.mode is Mode.FOLLOWING:
-                break
-        peak_bytes = step_peak_bytes(model, batch, device)
+        peak_bytes = planned_peak_bytes(model, batch, offloader, after_step=int)
         said = offloader.describe()
     # On CUDA so small a model may as well run again whole, which leaves room by itself.
     assert is_measured or device.type == "cuda" or peak_bytes > limit_bytes, said
     assert not is_measured or peak_bytes <= limit_bytes, said
     assert ("more than predicted, which is left free" in said) == is_measured
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_plan_leaves_room_for_what_an_optimizer_makes(
+    is_measured: bool, gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = gpu.torch_device
+    if segment_memory.allocated_and_peak_bytes(device) is None:
+        pytest.skip("the device does not count its memory")
+    model: Any = make_model("llama", gpu)
+    batch = batch_of(gpu, 256, size=16)
+    limit_bytes = limit_below_all(model, batch, device)
+    if not is_measured:
+        monkeypatch.setattr(device_limit, "_allocated_bytes", lambda device: 0)
+    optimizer = MakesState(model.parameters(), lr=1e-3)
+    config = PyAOConfig(policy="auto", profile_steps=2, device_memory_gib=limit_bytes / GIB)
+    with attach(model, config, device=device) as offloader:
+        peak_bytes = planned_peak_bytes(model, batch, offloader, after_step=optimizer.step)
+        said = offloader.describe()
+    assert is_measured or device.type == "cuda" or peak_bytes > limit_bytes, said
+    assert not is_measured or peak_bytes <= limit_bytes, said
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_plan_leaves_alone_what_another_process_holds(
+    is_measured: bool, gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = gpu.torch_device
+    module = getattr(torch, device.type)
+    if not hasattr(module, "mem_get_info"):
+        pytest.skip("the device does not say what is free")
+    model: Any = make_model("llama", gpu)
+    batch = batch_of(gpu, 256, size=16)
+    limit_bytes = limit_below_all(model, batch, device)
+    all_bytes = module.mem_get_info(device)[1]
+
+    def free_bytes(device: torch.device) -> tuple[int, int]:
+        """Another process takes its memory while the first micro-batch is measured."""
+        is_there = is_attached and is_measured
+        left_bytes = limit_bytes + (0 if is_there else GIB)
+        return left_bytes - torch.accelerator.memory_reserved(device), all_bytes
+
+    monkeypatch.setattr(module, "mem_get_info", free_bytes)
+    is_attached = False
+    with attach(model, PyAOConfig(policy="auto", profile_steps=2), device=device) as offloader:
+        is_attached = True
+        peak_bytes = planned_peak_bytes(model, batch, offloader, after_step=int)
+        said = offloader.describe()
+    assert (peak_bytes <= limit_bytes) == is_measured, said
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser
 
-from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments, attach
-from hf_pyao.config import POLICY_NAMES, SETTINGS
-from hf_pyao.engine.codecs import CODECS
+from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments
+from hf_pyao.config import SETTINGS
 from hf_pyao.errors import ConfigError
 from hf_pyao.settings.removed import REMOVED, Removed
-from tests.helpers import tiny_model
 from tests.hf import (
     setting_stubs,
 )
@@ -55,13 +53,6 @@ def test_every_config_field_has_its_flag_and_every_flag_its_field() -> None:
     assert knobs == {f.name for f in dataclasses.fields(PyAOConfig)}
 
 
-def test_every_knob_is_none_unless_given() -> None:
-    arguments = PyAOArguments()
-    values = dataclasses.asdict(arguments)
-    assert values.pop("activation_offload") is False
-    assert set(values.values()) == {None}
-
-
 def test_help_states_the_defaults_of_the_configuration() -> None:
     actions = {a.dest: a for a in HfArgumentParser(PyAOArguments)._actions}
     formatter = HfArgumentParser(PyAOArguments)._get_formatter()
@@ -74,10 +65,6 @@ def test_help_states_the_defaults_of_the_configuration() -> None:
         assert "{" not in text, "a setting is named that is none"
     assert "bytes" in formatter._expand_help(actions[PREFIX + "min_bytes"])
     assert "GiB" in formatter._expand_help(actions[PREFIX + "host_memory_gib"])
-
-
-def test_without_the_flag_offloading_is_off() -> None:
-    assert parse().pyao_config() is None
 
 
 @pytest.mark.parametrize(
@@ -103,21 +90,6 @@ def test_a_switch_needs_no_value() -> None:
 def test_a_knob_without_the_flag_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"--{PREFIX}{name} would.*Add --activation_offload"):
         PyAOTrainingArguments("out", **{PREFIX + name: VALUES[name][-1]})
-
-
-def test_all_idle_knobs_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match="_config, --activation_offload_min_bytes would"):
-        parse("--activation_offload_min_bytes", "0", "--activation_offload_config", "unread.json")
-
-
-@pytest.mark.parametrize("size", ["64MiB", "67108864", 2**26, "0.0625 GiB"])
-def test_sizes_may_have_units(size: Any) -> None:
-    arguments = PyAOTrainingArguments(
-        "out", activation_offload=True, activation_offload_window=size, use_cpu=True
-    )
-    assert arguments.pyao_config() == PyAOConfig(window=2**26)
-    flags = ("--activation_offload_min_bytes", str(size))
-    assert parse("--activation_offload", *flags).pyao_config() == PyAOConfig(min_bytes=2**26)
 
 
 @pytest.mark.parametrize(
@@ -155,29 +127,12 @@ def test_messages_name_the_file_beside_flags(tmp_path: Path) -> None:
     assert config.label("window") == "--activation_offload_window"
 
 
-def test_an_unknown_role_is_told_of_the_flag_that_names_it() -> None:
-    flags = ("--activation_offload_policy", "modules", "--activation_offload_modules", "mlp_atc")
-    config = parse("--activation_offload", *flags).pyao_config()
-    with pytest.raises(ConfigError, match="^--activation_offload_modules names 'mlp_atc'"):
-        attach(tiny_model("llama"), config)
-
-
 def test_the_head_loss_alone_names_the_way() -> None:
     with pytest.raises(ConfigError, match="offloading is off") as caught:
         parse("--activation_offload_head_loss", "chunked")
     _, _, way = caught.value.message.partition("For the head loss alone: ")
     config = parse(*way.removesuffix(".").split()).pyao_config()
     assert config == PyAOConfig(policy="off", head_loss="chunked")
-
-
-def test_help_lists_every_name() -> None:
-    text = HfArgumentParser(PyAOArguments).format_help()
-    for names in (POLICY_NAMES, CODECS, ("off", "chunked"), ("summary",)):
-        for name in names:
-            assert f"'{name}'" in text, name
-    assert "--activation_offload_policy {auto,all,modules,budget,plan,pyao,off}" in text
-    assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
-    assert not [each.setting for each in REMOVED if not each.value and each.setting in text]
 
 
 @pytest.mark.parametrize("gone", REMOVED, ids=lambda gone: gone.setting)
@@ -206,16 +161,6 @@ def test_type_checkers_see_the_same_fields() -> None:
     assert STUBS.read_text(encoding="utf-8") == stubs(), f"run {setting_stubs.__file__}"
 
 
-def test_modules_given_as_one_string_are_not_split_into_letters() -> None:
-    with pytest.raises(ConfigError, match="tuple of names"):
-        PyAOTrainingArguments(
-            "out",
-            activation_offload=True,
-            activation_offload_policy="modules",
-            activation_offload_modules="mlp_act",  # type: ignore[arg-type]
-        )
-
-
 def test_a_flag_wins_over_the_file_and_that_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,39 +178,6 @@ def test_a_flag_wins_over_the_file_and_that_is_logged_once(
     assert path in record.getMessage()
 
 
-def test_a_bad_file_is_refused_when_parsed(tmp_path: Path) -> None:
-    path = write_json(tmp_path / "offload.json", {"min_byte": 1})
-    with pytest.raises(ConfigError, match="unknown PyAOConfig key 'min_byte'; did you mean"):
-        parse("--activation_offload", "--activation_offload_config", path)
-
-
-def test_training_arguments_from_a_json_file(tmp_path: Path) -> None:
-    path = write_json(
-        tmp_path / "args.json",
-        {
-            "output_dir": "out",
-            "activation_offload": True,
-            "activation_offload_policy": "modules",
-            "activation_offload_modules": ["mlp_act"],
-            "activation_offload_window": 4096,
-        },
-    )
-    (arguments,) = HfArgumentParser(PyAOTrainingArguments).parse_json_file(path)
-    assert arguments.pyao_config() == PyAOConfig(
-        policy="modules", modules=("mlp_act",), window=4096
-    )
-
-
-def test_the_fields_are_in_the_dict_and_the_json() -> None:
-    arguments = parse("--activation_offload", "--activation_offload_min_bytes", "0")
-    as_dict = arguments.to_dict()
-    assert as_dict["activation_offload"] is True
-    assert as_dict["activation_offload_min_bytes"] == "0"
-    assert as_dict["activation_offload_codec"] is None
-    assert json.loads(arguments.to_json_string())["activation_offload_min_bytes"] == "0"
-    assert "activation_offload_min_bytes=0" in str(arguments)
-
-
 def test_training_args_bin_round_trip(tmp_path: Path) -> None:
     arguments = parse(
         "--activation_offload",
@@ -280,17 +192,6 @@ def test_training_args_bin_round_trip(tmp_path: Path) -> None:
     assert loaded.pyao_config() == PyAOConfig(policy="modules", modules=("mlp_act",))
 
 
-def test_positional_arguments_stay_those_of_the_base_class() -> None:
-    names = [f.name for f in dataclasses.fields(TrainingArguments)]
-    assert [f.name for f in dataclasses.fields(PyAOTrainingArguments)][: len(names)] == names
-    assert PyAOTrainingArguments("somewhere").output_dir == "somewhere"
-
-
-def test_the_base_class_still_checks_its_own_fields() -> None:
-    with pytest.raises(ValueError, match="not a valid IntervalStrategy"):
-        PyAOTrainingArguments("out", logging_strategy="sometimes")
-
-
 def test_a_subclass_can_turn_it_on_by_default() -> None:
     assert parse(cls=OnByDefault).pyao_config() == PyAOConfig()
     assert parse("--no_activation_offload", cls=OnByDefault).pyao_config() is None
@@ -299,10 +200,3 @@ def test_a_subclass_can_turn_it_on_by_default() -> None:
     assert config == PyAOConfig(min_bytes=0)
     with pytest.raises(ConfigError, match="offloading is off"):
         parse("--no_activation_offload", "--activation_offload_min_bytes", "0", cls=OnByDefault)
-
-
-def test_the_mixin_alone_parses_beside_other_arguments() -> None:
-    (offload,) = HfArgumentParser(PyAOArguments).parse_args_into_dataclasses(
-        ["--activation_offload"], look_for_args_file=False
-    )
-    assert offload.pyao_config() == PyAOConfig()

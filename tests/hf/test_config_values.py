@@ -246,15 +246,6 @@ def test_what_is_written_out_binds_and_what_is_open_does_not() -> None:
     assert not PlanRequest.of_config(PyAOConfig(attention_groups="off")).room.groups
 
 
-def test_effective_values_leave_nothing_to_choose() -> None:
-    config = PyAOConfig(long_context=True, mlp_tiles=4)
-    effective = config.effective()
-    assert effective != config, "what leaves nothing open is another configuration"
-    assert effective.effective() == effective
-    assert not effective.left_open & IMPLIED.keys()
-    assert PyAOConfig.from_dict(effective.to_dict()).effective() == effective
-
-
 def test_labels_are_kept_and_tell_nothing_apart() -> None:
     config = PyAOConfig.from_dict({"window": "1MiB"}, {"window": "--window"})
     assert config == PyAOConfig(window=2**20)
@@ -290,8 +281,3 @@ def test_flags_fill_what_the_trainers_configuration_leaves_open() -> None:
     assert _resolve_config(arguments, same) == same
     with pytest.raises(ConfigError, match="pyao_config says window=8192"):
         _resolve_config(arguments, PyAOConfig(window=8192))
-
-
-# ---- the same plan -------------------------------------------------------------------------------
-
-LENGTH, MICRO_BATCH = 64, 2

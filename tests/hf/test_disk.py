@@ -12,7 +12,6 @@ from hf_pyao import PyAOConfig
 from hf_pyao.engine.stores.disk_figures import TB
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.disk_writes import predicted_disk_bytes
-from hf_pyao.model.map.module_map import find_layers
 from tests.helpers import assert_same_tensors
 from tests.hf.micro_batch.test_auto_micro_batch import trainer_of
 from tests.hf.test_trainer import EVERYTHING
@@ -66,35 +65,3 @@ def test_it_is_not_predicted_where_it_is_not_known(tmp_path: Path) -> None:
         config = on_disk(tmp_path, **more)
         assert predicted_disk_bytes(trainer_of(tmp_path, config), config) is None
     assert predicted_disk_bytes(trainer_of(tmp_path, ON_DISK), ON_DISK) is None
-
-
-def frozen_but_for_norms(trainer: Any) -> Any:
-    for parameter in trainer.model.parameters():
-        parameter.requires_grad_(parameter.dim() == 1)
-    return trainer
-
-
-@pytest.mark.parametrize("on_host", [True, False], ids=["weights on the host", "on the disk too"])
-def test_host_memory_that_streamed_weights_take_is_not_room_for_saved_tensors(
-    on_host: bool, tmp_path: Path
-) -> None:
-    """What is predicted counts it: more is written than if the host had nothing else."""
-    config = on_disk(tmp_path, host_memory_gib=0.0, stream_weights=0)
-    trainer = frozen_but_for_norms(trainer_of(tmp_path / "run", None))
-    layers = find_layers(trainer.model).layers
-    weights_bytes = sum(p.nbytes for _, each in layers for p in each.parameters() if p.dim() > 1)
-    room = weights_bytes + 2**16 if on_host else weights_bytes // 2
-    config = replace(config, host_memory_gib=room / 2**30)
-    without = predicted_disk_bytes(trainer, replace(config, stream_weights="off"))
-    found = predicted_disk_bytes(trainer, config)
-    everything = predicted_disk_bytes(
-        trainer, replace(config, host_memory_gib=0.0, stream_weights="off")
-    )
-    assert found is not None
-    assert without is not None
-    assert everything is not None
-    if on_host:
-        assert found == everything - 2**16
-    assert without < found <= everything
-    auto = replace(config, stream_weights="auto")
-    assert predicted_disk_bytes(trainer, auto) is None, "it decides later"

@@ -50,12 +50,6 @@ def train(accelerator: Accelerator, *wrapped: nn.Module, num_steps: int = 2) -> 
     return list(models)
 
 
-def test_without_fields_and_environment_it_is_the_default() -> None:
-    plugin = PyAOPlugin()
-    assert plugin.enabled
-    assert plugin.config() == PyAOConfig()
-
-
 def test_fields_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "PYAO_POLICY": "modules",
@@ -93,14 +87,6 @@ def test_a_bad_environment_is_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=message):
         PyAOPlugin()
-
-
-def test_what_earlier_versions_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"activation_memory_budget is 0\.5; this setting was"):
-        PyAOPlugin(activation_memory_budget=0.5)  # type: ignore[call-arg]
-    for text in ("", "off"):  # asks for nothing
-        monkeypatch.setenv("PYAO_ACTIVATION_MEMORY_BUDGET", text)
-        assert PyAOPlugin().config() == PyAOConfig()
 
 
 def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +129,6 @@ def test_disabled_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_hooks(model) == 0
     assert accelerator.pyao_plugin.offloaders == []
     assert "prepare" not in vars(accelerator)
-
-
-def test_a_single_object_comes_back_single() -> None:
-    plugin = PyAOPlugin(**SMALL)
-    accelerator = Accelerator(cpu=True)
-    plugin.bind(accelerator)
-    model = tiny_llama()
-    assert accelerator.prepare(model) is model
-    assert len(plugin.offloaders) == 1
 
 
 def test_a_backward_for_which_no_layer_saved_anything_is_warned_about(
@@ -399,16 +376,6 @@ def test_trackers_get_the_metrics(how: str, log_metrics: str) -> None:
     assert tracker.logged[-1][0] == {"loss": 1.0}
 
 
-def test_each_model_and_the_end_have_their_line(capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
-    train(accelerator, tiny_llama())
-    accelerator.end_training()
-    start, end = capsys.readouterr().out.splitlines()
-    assert start.startswith("hf_pyao offloads saved tensors of 3 layers (model.layers.0 ..")
-    assert end.startswith("hf_pyao moved ")
-    assert end.endswith("per micro-batch (2 in all).")
-
-
 @pytest.mark.distributed
 @pytest.mark.usefixtures("one_rank")
 def test_under_ddp_it_is_bitwise_the_same() -> None:
@@ -448,18 +415,6 @@ def test_under_fsdp2_which_bypasses_prepare_model_it_is_bitwise_the_same() -> No
     parameters = full_parameters(prepared_by(accelerator))
     assert all(torch.equal(p, r) for p, r in zip(parameters, reference, strict=True))
     assert accelerator.pyao_plugin.metrics()["offloaded_bytes"] > 0
-
-
-@pytest.mark.thorough
-def test_importing_the_plugin_imports_neither_transformers_nor_accelerate() -> None:
-    code = (
-        "import sys, hf_pyao; hf_pyao.PyAOPlugin(); "
-        "print(sorted({'transformers', 'accelerate', 'datasets'} & set(sys.modules)))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert output.strip() == "[]"
 
 
 @pytest.mark.thorough

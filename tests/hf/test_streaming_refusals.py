@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from hf_pyao import (
     PyAOTrainingArguments,
     attach,
 )
-from hf_pyao.auto.install.conflicts import check_engine_of_streaming
 from hf_pyao.errors import ConfigError, ConflictError, PyAOError
 from tests.helpers import tiny_model
 from tests.helpers.adapters import tiny_lora
@@ -141,11 +139,6 @@ def test_engines_that_have_the_weights_are_refused(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(PyAOError, match="FSDP"):
         way(model, settings, tmp_path)
-
-
-def test_deepspeed_is_refused() -> None:
-    with pytest.raises(ConflictError, match=r"stream_weights is on together with DeepSpeed"):
-        check_engine_of_streaming(SimpleNamespace(deepspeed="zero3.json"), "stream_weights")
 
 
 def test_the_plugin_refuses_fsdp_before_anything_is_moved() -> None:

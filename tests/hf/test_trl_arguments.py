@@ -9,7 +9,6 @@ import pytest
 
 from hf_pyao import PyAOArguments, PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.settings.removed import REMOVED
 from tests.hf.test_arguments import parse
 
 trl = pytest.importorskip("trl", reason="its arguments and its parser are tested")
@@ -71,10 +70,3 @@ def test_listed_last_the_mixin_checks_on_request() -> None:
     # Listed last, its fields come first: what is meant for output_dir lands in a flag.
     with pytest.raises(ConfigError, match="list PyAOArguments before"):
         SFTListedLast("out", **on_cpu).check_pyao_arguments()
-
-
-def test_settings_of_earlier_versions_are_refused_beside_trl_s_arguments() -> None:
-    for gone in REMOVED:
-        given = {f"activation_offload_{gone.setting}": gone.value or "0.5"}
-        with pytest.raises(ConfigError, match=f"was removed in version {gone.version}"):
-            SFTWithOffload("out", use_cpu=True, bf16=False, activation_offload=True, **given)

@@ -161,8 +161,12 @@ def test_a_learned_prefix(settings: dict[str, Any]) -> None:
     check(tiny_model("llama"), with_a_learned_prefix, **settings)
 
 
-@pytest.mark.parametrize("model_type", ["t5", pytest.param("bart", marks=pytest.mark.thorough)])
-def test_a_decoder_that_finds_its_cross_attention_in_the_cache(model_type: str) -> None:
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+@pytest.mark.sampled(every=1000)
+def test_a_decoder_that_finds_its_cross_attention_in_the_cache(
+    model_type: str, settings: dict[str, Any]
+) -> None:
     def run(model: Any) -> Outcome:
         torch.manual_seed(3)
         model.zero_grad()
@@ -179,8 +183,7 @@ def test_a_decoder_that_finds_its_cross_attention_in_the_cache(model_type: str) 
         torch.stack(losses).sum().backward()
         return {"losses": torch.stack(losses).detach(), **gradients_of(model)}
 
-    for settings in SETTINGS[:3]:
-        check(tiny_model(model_type), run, **settings)
+    check(tiny_model(model_type), run, **settings)
 
 
 class SharedKeys(nn.Module):

@@ -46,7 +46,7 @@ def test_same_bits(kind: str) -> None:
     check(lambda: quantised_lora(kind), kind, min_bytes=0)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
 @pytest.mark.parametrize(
     "settings",

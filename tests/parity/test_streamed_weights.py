@@ -73,7 +73,7 @@ def check(
         assert torch.equal(p, q), f"{what}: {name}"
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_under_each_configuration(config: str, precision: str) -> None:
@@ -82,7 +82,7 @@ def test_under_each_configuration(config: str, precision: str) -> None:
     check(model, f"{config}, {precision}", autocast, **CONFIGS[config])
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_of_each_architecture(model_type: str, autocast: Any) -> None:
@@ -98,14 +98,14 @@ def test_of_a_mixture_with_adapters_on_attention(model_type: str, autocast: Any)
     check(model, model_type, autocast, policy="all")
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_uploaded_in_the_dtype_of_autocast(config: str) -> None:
     model = tiny_lora("llama", dropout=0.1, num_hidden_layers=4)
     check(model, config, torch.bfloat16, stream_dtype="compute", **CONFIGS[config])
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_of_each_architecture_uploaded_in_the_dtype_of_autocast(model_type: str) -> None:
     model = tiny_lora(model_type, dropout=0.1)

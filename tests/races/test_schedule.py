@@ -73,42 +73,10 @@ def test_the_paper_window_needs_no_more_than_two_layers_besides_the_last() -> No
     assert outcome.peak_bytes <= 3 * LAYER_BYTES + 4 * SLOT_BYTES
 
 
-@pytest.mark.thorough
-def test_one_copy_engine_is_no_faster_than_two_and_still_overlaps() -> None:
-    one = run_schedule(0.9, window=2 * LAYER_BYTES, copy_engines=1).step_ms
-    two = run_schedule(0.9, window=2 * LAYER_BYTES, copy_engines=2).step_ms
-    blocking = run_schedule(0.9, copy_streams=0).step_ms
-    assert two <= one < blocking
-
-
-@pytest.mark.thorough
-def test_gradient_traffic_delays_reloads_on_one_engine_only() -> None:
-    """Gradients leave in backward, when reloads arrive (PyAO paper, section 8.2)."""
-    quiet = run_schedule(1.9, copy_engines=1)
-    busy = run_schedule(1.9, copy_engines=1, gradient_bytes=LAYER_BYTES // 2)
-    separate = run_schedule(1.9, copy_engines=2, gradient_bytes=LAYER_BYTES // 2)
-    assert busy.end_ms > quiet.end_ms * 1.1
-    assert separate.end_ms < busy.end_ms / 1.1
-
-
-@pytest.mark.thorough
-def test_host_memory_bandwidth_is_shared() -> None:
-    """Reloads and gradients contend for host memory even where the link has two engines."""
-    wide = run_schedule(1.9, gradient_bytes=LAYER_BYTES).end_ms
-    narrow = run_schedule(1.9, gradient_bytes=LAYER_BYTES, host_memory_ratio=1.2).end_ms
-    assert narrow > wide * 1.05
-
-
 def test_reloads_go_before_gradients_on_a_shared_engine() -> None:
     outcome = run_schedule(0.5, copy_engines=1, gradient_bytes=4 * LAYER_BYTES)
     # Gradients fill the engine, yet backward waits for no more than the copy that is under way.
     assert outcome.step_ms <= (FORWARD_MS + BACKWARD_MS) * 1.5
-
-
-@pytest.mark.thorough
-def test_times_repeat_exactly() -> None:
-    first, second = (run_schedule(1.3, window=LAYER_BYTES) for _ in range(2))
-    assert first == second
 
 
 def test_metrics_agree_with_the_clock() -> None:

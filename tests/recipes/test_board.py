@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from bench import board, board_peers
-from bench.board_peers import PEERS, _replaced_forwards, _same_attributes
+from bench import board
+from bench.board_peers import PEERS
 from bench.board_report import BoardEntry, BoardReport, board_view, rows_of
-from bench.board_trial import BoardBench, largest_error, peak_of_step
+from bench.board_trial import BoardBench, peak_of_step
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchRow
 from hf_pyao.tools.bench.measure import Bench
 from hf_pyao.tools.bench.methods import find_method, known_methods
@@ -75,16 +72,6 @@ def test_the_peak_is_of_what_is_allocated_at_once() -> None:
     assert peak_of_step(CPU, run) == 5 * MIB
 
 
-def test_what_was_there_before_does_not_count_even_if_it_goes() -> None:
-    held = [torch.empty(4 * MIB, dtype=torch.uint8)]
-
-    def run() -> None:
-        held.clear()
-        held.append(torch.empty(3 * MIB, dtype=torch.uint8))
-
-    assert peak_of_step(CPU, run) == 3 * MIB
-
-
 def test_checkpointing_needs_less_for_a_step_and_saved_copies_on_the_host_do_not_count(
     bench: Bench,
 ) -> None:
@@ -100,15 +87,6 @@ def test_checkpointing_needs_less_for_a_step_and_saved_copies_on_the_host_do_not
 
 
 # ---- what is compared --------------------------------------------------------------------------------
-
-
-def test_the_error_is_that_of_the_worst_gradient() -> None:
-    right = {"a": torch.full((4,), 2.0), "b": torch.ones(9)}
-    near = {"a": torch.full((4,), 2.0), "b": torch.ones(9) * 1.5}
-    assert largest_error(right, right) == 0.0
-    assert largest_error(near, right) == pytest.approx(0.5)
-    assert largest_error({"a": right["a"]}, right) == 1.0  # one is missing
-    assert largest_error({**right, "c": torch.ones(1)}, right) == 1.0  # nobody expects one
 
 
 def test_a_method_with_wrong_gradients_is_told_by_how_much(
@@ -127,17 +105,6 @@ def test_a_method_with_wrong_gradients_is_told_by_how_much(
     assert row.gradient_error > 0.1
 
 
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_layers_with_a_budget_save_less_and_sum_in_another_order(bench: Bench) -> None:
-    none, budget, again = (measured(bench, name, 4) for name in ("none", "memory-budget", "none"))
-    assert (budget.status, budget.reason) == (OK, "")
-    assert budget.gradient_error is not None
-    assert budget.gradient_error < 1e-5
-    assert budget.step_peak_bytes < none.step_peak_bytes  # type: ignore[operator]
-    assert again.gradient_digest == none.gradient_digest  # nothing stays compiled
-
-
 @pytest.mark.parametrize("method", ["mezo", "zeroth-order"])
 def test_another_algorithm_is_told_and_leaves_the_weights_as_they_were(
     bench: Bench, method: str
@@ -153,42 +120,6 @@ def test_another_algorithm_is_told_and_leaves_the_weights_as_they_were(
     assert row.device_weight_bytes == pytest.approx(total, rel=0.05 * (method != "mezo"))
     for name, p in bench.model.named_parameters():
         assert torch.equal(p, before[name]), name
-
-
-def test_transformer_engine_wraps_each_layer_and_synchronises_behind_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    asked: dict[str, Any] = {}
-
-    class Offloading:
-        def __enter__(self) -> None:
-            log.append("enter")
-
-        def __exit__(self, *exc_info: object) -> None:
-            log.append("exit")
-
-    def synchronise(tensor: torch.Tensor) -> torch.Tensor:
-        log.append("synchronise")
-        return tensor
-
-    def get_cpu_offload_context(**options: Any) -> tuple[Offloading, Callable[..., Any]]:
-        asked.update(options)
-        return Offloading(), synchronise
-
-    package = ModuleType("transformer_engine")
-    package.pytorch = ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]
-    package.pytorch.get_cpu_offload_context = get_cpu_offload_context
-    monkeypatch.setitem(sys.modules, "transformer_engine", package)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package.pytorch)
-    monkeypatch.setattr(board_peers, "need_package", lambda name, title: None)
-    install = find_method(board.harness_name("transformer-engine")).install
-    ids = torch.zeros(1, 4, dtype=torch.int64)
-    with install(bench.model, torch.device("cuda", 0)) as installed, installed.step():
-        bench.model(input_ids=ids, labels=ids).loss.backward()
-    assert asked == {"enabled": True, "num_layers": 1, "model_layers": 2}
-    assert log == ["enter", "exit", "synchronise"] * 2
-    assert not any("forward" in vars(module) for module in bench.model.modules())
 
 
 # ---- rounds and rows ---------------------------------------------------------------------------------
@@ -242,33 +173,6 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     return found
 
 
-def test_each_round_has_all_methods_in_another_order(setup: BenchSetup, trials: Trials) -> None:
-    methods = ["none", "checkpoint", "sac", "save-on-cpu", "pyao-window", "trl-streams"]
-    report = board.run_board(setup, methods, micro_batch=2, num_rounds=3)
-    rounds = [trials.ran[:6], trials.ran[6:11], trials.ran[11:]]
-    assert sorted(rounds[0]) == sorted(methods)
-    assert all(sorted(each) == sorted(methods[:-1]) for each in rounds[1:])  # it was refused once
-    assert len({tuple(name for name in each if name != "trl-streams") for each in rounds}) > 1
-    assert [row.method for row in report.rows] == methods
-    again = board.run_board(setup, methods, micro_batch=2, num_rounds=3)
-    assert [e.row.method for e in again.entries] == [e.row.method for e in report.entries]
-
-
-def test_the_reference_is_added(setup: BenchSetup, trials: Trials) -> None:
-    board.run_board(setup, ["checkpoint"], micro_batch=2, num_rounds=1)
-    assert sorted(trials.ran) == ["checkpoint", "none"]
-
-
-def test_an_interrupt_leaves_what_was_done(
-    setup: BenchSetup, trials: Trials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(board, "run_trials", Trials(interrupt_after=3))
-    path = tmp_path / "board.json"
-    argv = ["--smoke", "--device", "cpu", "--output", str(path)]
-    assert board.main(argv) == board.INTERRUPTED
-    assert len(BoardReport.from_json_file(path).entries) == 3
-
-
 def test_the_board_has_every_method_that_one_would_train_with() -> None:
     methods = board.board_methods()
     assert methods[0] == "none"
@@ -277,32 +181,7 @@ def test_the_board_has_every_method_that_one_would_train_with() -> None:
         assert find_method(board.harness_name(name)).install, name
 
 
-@pytest.mark.parametrize(
-    "flags", [["--find-largest"], ["--gradients", "release"], ["--rounds", "-1"]]
-)
-def test_options_that_the_board_has_no_use_for(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert board.main(["--smoke", "--device", "cpu", *flags]) == 2
-    assert flags[0] in capsys.readouterr().err
-
-
 # ---- the page ----------------------------------------------------------------------------------------
-
-
-def test_the_page_says_what_ran_and_what_did_not(setup: BenchSetup, trials: Trials) -> None:
-    report = board.run_board(setup, ["checkpoint", "trl-streams"], micro_batch=2, num_rounds=2)
-    text = markdown_of_view(board_view(report))
-    assert "| none | reference |" in text
-    assert "| checkpoint | equal bits |" in text
-    assert "trl-streams: cannot run here. it is not installed." in text
-    assert "say nothing about a GPU" in text
-
-
-def test_it_is_written_and_read_back(setup: BenchSetup, trials: Trials, tmp_path: Path) -> None:
-    path = tmp_path / "board.json"
-    report = board.run_board(setup, ["checkpoint"], micro_batch=2, num_rounds=2, output=path)
-    assert BoardReport.from_json_file(path) == report
 
 
 @pytest.mark.thorough
@@ -313,15 +192,6 @@ def test_its_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for method in ("checkpoint", "sac", "save-on-cpu", "pyao-window"):
         assert rows[method].gradients == "equal bits", rows[method]
     assert rows["trl-streams"].status == UNAVAILABLE
-
-
-def test_modules_are_put_back_after_a_patch() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    before = dict(vars(model[0]))
-    with _same_attributes(model), _replaced_forwards({model[0]: lambda x: x * 2}):
-        model[0].extra = 1  # type: ignore[assignment]
-        assert model(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert dict(vars(model[0])) == before
 
 
 @pytest.mark.parametrize("name", ["board_cpu", "board_zeroth_order_cpu"])

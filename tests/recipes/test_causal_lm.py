@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,41 +88,6 @@ def test_resumed_run_equals_an_uninterrupted_one(run_recipe: Run) -> None:
     assert float(resumed.row("loss, on held-out text").split()[0]) < float(
         whole.row("loss, on held-out text").split()[0]
     )
-
-
-@pytest.mark.thorough
-def test_checkpoints_that_do_not_fit_are_refused(
-    run_recipe: Run, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_recipe("opt", "--save_steps", "6")
-    for options, message in [
-        ((), "checkpoint-6' is of step 6, and --max_steps is 6: no step is left"),
-        (("--max_steps", "9", "--vocab_size", "300"), "vocab_size 400, and this run's model 300"),
-    ]:
-        with pytest.raises(SystemExit):
-            run_recipe("opt", "--resume_from_checkpoint", "last", *options)
-        assert message in capfd.readouterr().err
-
-
-@pytest.mark.thorough
-def test_output_folder_is_a_model_to_train_further(run_recipe: Run) -> None:
-    first = run_recipe("llama", folder="first")
-    options = ("--model_name_or_path", str(first.folder), "--max_steps", "2")
-    run = run_recipe("llama", *options, size=None)
-    before = float(run.row("loss, on held-out text").split()[0])
-    after_first = float(first.row("loss, on held-out text").split()[1])
-    assert before == pytest.approx(after_first, abs=1e-4)
-
-
-@pytest.mark.thorough
-def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("The same line over and over.\n" * 400)
-    run = run_recipe("opt", "--train_file", str(text), "--num_train_epochs", "2", "--max_steps=-1")
-    assert "on the file 'text.txt'" in run.output
-    before, after = (float(value) for value in run.row("loss, on held-out text").split())
-    assert after < before
-    assert json.loads((run.folder / "trainer_state.json").read_text())["epoch"] == 2.0
 
 
 @pytest.mark.parametrize(

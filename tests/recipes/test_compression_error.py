@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.errors import ConfigError
-from studies import compression_error
 from studies.compression_summary import summarise
 from studies.compression_tables import tables
 
@@ -54,16 +51,6 @@ def smoke(cache: Path) -> tuple[Path, str]:
 def read(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return document
-
-
-@pytest.mark.thorough
-def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
-    out, printed = smoke
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert not out.with_suffix(".partial").exists()
-    for name in (*LOSSY, *LOSSLESS, "another batch", "bf16 itself", "nudged weights", "norms"):
-        assert f"| {name} |" in printed, name
-    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 8
 
 
 @pytest.mark.thorough
@@ -155,43 +142,3 @@ def test_the_page_has_the_codecs_times() -> None:
     for row in rows:
         assert f"| {row['tensor']} | {row['codec']} | {row['payload_ratio']:.3f} |" in page
         assert f"| {row['encode_gib_per_s']:.2f} | {row['decode_gib_per_s']:.2f} |" in page
-
-
-@pytest.mark.thorough
-def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) -> None:
-    document = read(smoke[0])
-    expected = {name: without_time(run) for name, run in document["runs"].items()}
-    names = list(expected)
-    for name in (names[3], names[-1]):
-        del document["runs"][name]
-    document["runs"][names[0]]["held_out_loss"] += 1  # would go if it were run again
-    out = cache / "resumed.json"
-    out.write_text(json.dumps(document), encoding="utf-8")
-    done = study(cache, "--smoke", "--out", out, "--resume")
-    assert done.returncode == 0, done.stderr
-    resumed = read(out)
-    assert len(resumed["resumed"]) == 1
-    found = {name: without_time(run) for name, run in resumed["runs"].items()}
-    assert found.pop(names[0])["held_out_loss"] == expected[names[0]]["held_out_loss"] + 1
-    assert found.pop(names[3])["held_out_difference"] != expected[names[3]]["held_out_difference"]
-    del expected[names[0]], expected[names[3]]
-    assert found == expected
-
-
-@pytest.mark.thorough
-def test_resume_refuses_what_it_cannot_go_on_with(smoke: tuple[Path, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="goes on from the file that --out names, and None is no"):
-        compression_error.main(["--smoke", "--resume"])
-    out = tmp_path / "other.json"
-    document = read(smoke[0])
-    document["config"]["fp16_steps"] = 77
-    out.write_text(json.dumps(document), encoding="utf-8")
-    with pytest.raises(ConfigError, match="Give the same options, or begin again"):
-        compression_error.main(["--smoke", "--out", str(out), "--resume"])
-    out.write_text(json.dumps({**document, "schema_version": 0}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="has schema_version 0; this recipe goes on from 1"):
-        compression_error.main(["--smoke", "--out", str(out), "--resume"])
-
-
-def without_time(run: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in run.items() if key != "wall_s"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from experiments import hiding, modules, published, run, write_page
-from experiments.calibration import Point, calibrate, check, errors_of
 from experiments.catalogue import EXPERIMENTS
 from experiments.communication import (
     COUNTINGS,
@@ -22,14 +20,10 @@ from experiments.communication import (
     find_engine,
     sent_bytes,
     step_time,
-    time_of_accumulated,
     time_to,
 )
 from experiments.memory_page import fitting_others
-from experiments.miniature_cluster import points_of, read_sweeps, speedups_of
-from experiments.predictor import Predictor
 from experiments.rows import MODES, RESULTS, one, read_document, select
-from experiments.scaling import split
 from experiments.systems import (
     AUTO,
     AUTO_CHUNKED,
@@ -44,7 +38,6 @@ from experiments.systems import (
     PYAO_INT8,
     SYSTEMS,
 )
-from hf_pyao.errors import ConfigError
 from tests.recipes.conftest import RECIPES
 
 FIVE = Cluster(num_nodes=5, link_gbit_per_s=1.0)
@@ -65,26 +58,6 @@ def test_what_an_engine_sends(engine: str, one: float, four: float) -> None:
     assert sent_bytes(found, 1, 1e9) == 0
 
 
-def test_a_step_is_compute_and_communication_and_optimizer() -> None:
-    work = Work(gradient_bytes=1e9, compute_s=0.5, gas=4, optimizer_s=0.25)
-    found = step_time(find_engine("zero2"), dataclasses.replace(FIVE, efficiency=0.8), work)
-    assert found.compute_s == 2.0
-    assert found.communication_s == pytest.approx(9 * 0.8e9 / (0.8 * 0.125e9))
-    assert found.step_s == pytest.approx(72 + 2 + 0.25)
-    assert found.communication_share == pytest.approx(72 / 74.25)
-
-
-def test_accumulation_amortises_under_ddp_and_zero1_alone() -> None:
-    work = Work(gradient_bytes=2.6e9, compute_s=0.3)
-    by_engine = {
-        name: time_of_accumulated(40, 10, engine, FIVE, work)
-        / time_of_accumulated(40, 40, engine, FIVE, dataclasses.replace(work, compute_s=1.2))
-        for name, engine in ENGINES.items()
-    }
-    assert by_engine["ddp"] == pytest.approx(1) and by_engine["zero1"] == pytest.approx(1)
-    assert by_engine["zero2"] > 2.5 and by_engine["zero3"] > 3.5
-
-
 def test_the_slowest_node_and_its_host_hold_all_up() -> None:
     engine, work = find_engine("zero2"), Work(gradient_bytes=1e9, compute_s=1.0, host_bytes=40e9)
     plain = step_time(engine, FIVE, work)
@@ -100,17 +73,6 @@ def test_the_slowest_node_and_its_host_hold_all_up() -> None:
     assert late.communication_s - plain.communication_s == pytest.approx(3 * 4 * 2 * 1e-3)
 
 
-def test_stragglers_cost_more_where_nodes_meet_at_each_micro_step() -> None:
-    work = Work(gradient_bytes=1e9, compute_s=1.0, gas=16)
-    many = dataclasses.replace(FIVE, jitter=0.1)
-    waits = {name: step_time(ENGINES[name], many, work).waiting_s for name in ("ddp", "zero2")}
-    assert waits["zero2"] == pytest.approx(4 * waits["ddp"])  # 16 over the square root of 16
-    more = step_time(ENGINES["ddp"], dataclasses.replace(many, num_nodes=1000), work)
-    assert more.waiting_s > 2 * waits["ddp"]
-    # The expected largest of five standard normal draws is 1.163.
-    assert waits["zero2"] == pytest.approx(1.6 * 1.163, rel=0.02)
-
-
 def test_no_counting_of_rounds_explains_gpt2() -> None:
     """Even with a step that is communication alone, the ratio is that of the micro-batches."""
     small, large = published.MICRO_BATCHES["gpt2"]
@@ -122,141 +84,7 @@ def test_no_counting_of_rounds_explains_gpt2() -> None:
         assert ratio < large / small < published.SPEEDUPS["gpt2"]
 
 
-# ---- calibration ---------------------------------------------------------------------------------
-
-
-def measured(micro_batch: int, link: float, *, nodes: int = 5, gas: int = 1) -> Point:
-    """Return a point of a cluster whose link is 90 % payload and whose compute is known."""
-    cluster = Cluster(num_nodes=nodes, link_gbit_per_s=link, efficiency=0.9)
-    work = Work(gradient_bytes=2e6, compute_s=0.05 + 0.01 * micro_batch, gas=gas)
-    step_s = step_time(find_engine("zero2"), cluster, work).step_s
-    return Point(
-        engine="zero2",
-        num_nodes=nodes,
-        link_gbit_per_s=link,
-        micro_batch=micro_batch,
-        gas=gas,
-        gradient_bytes=2e6,
-        step_s=step_s,
-    )
-
-
-def test_calibration_finds_what_points_were_made_of() -> None:
-    fitted = [measured(1, 0.05), measured(8, 0.05), measured(1, math.inf), measured(8, math.inf)]
-    found = calibrate(fitted)
-    assert found.efficiency == pytest.approx(0.9)
-    assert found.compute_s("zero2", 4) == pytest.approx(0.09)
-    held = check(found, [measured(4, 0.05), measured(2, 0.02, nodes=2), measured(8, 1.0, gas=4)])
-    assert all(abs(each.error) < 1e-9 for each in held)
-    assert errors_of(held, is_link_bound=True).num_points == 2
-    assert errors_of([], is_link_bound=True).num_points == 0
-    with pytest.raises(ConfigError, match="no point of 'ddp'"):
-        found.compute_s("ddp", 1)
-
-
-def test_what_is_faster_than_the_link_is_taken_to_pass_under_compute() -> None:
-    sizes = (1, 8)
-    fitted = [measured(size, math.inf) for size in sizes]
-    for size in sizes:  # a fifth of what the link takes is not waited for
-        point = measured(size, 0.05)
-        visible_s = 0.8 * (point.step_s - measured(size, math.inf).step_s) * 0.9
-        step_s = measured(size, math.inf).step_s + visible_s / (1448 / 1514)
-        fitted.append(dataclasses.replace(point, step_s=step_s))
-    found = calibrate(fitted)
-    assert found.efficiency == pytest.approx(1448 / 1514)
-    assert found.overlap == pytest.approx(0.2)
-
-
-def test_points_that_tell_nothing_apart_are_refused() -> None:
-    for points in ([], [measured(1, 0.05), measured(2, 0.05)], [measured(1, 0.05)] * 5):
-        with pytest.raises(ConfigError, match="do not tell link and compute apart"):
-            calibrate(points)
-
-
-def cluster_document(path: Path) -> Path:
-    """Write a sweep as the local cluster does, with three micro-batches."""
-    points = [
-        {
-            "architecture": "opt",
-            "run": 0,
-            "micro_batch": size,
-            "gradient_accumulation": 1,
-            "gradient_bytes": 2_000_000,
-            "step_s": [9.0, *[measured(size, 0.05).step_s] * 3],
-            "target_s": 64 / size,
-            "compute_step_s": [measured(size, math.inf).step_s + 0.02] * 3,
-            "collectives_s": [0.02] * 3,
-            "tx_bytes_per_step": [4.8e6] * 5,
-        }
-        for size in (1, 4, 8)
-    ]
-    setup = {
-        "nodes": 5,
-        "engine": "zero2",
-        "precision": "bf16",
-        "rate_mbit": 50.0,
-        "model_size": "micro",
-        "activation_offload": True,
-    }
-    document = {"kind": "local_cluster", "schema_version": 2, "setup": setup, "points": points}
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return path
-
-
-def test_a_sweep_is_split_by_a_rule_and_checked_where_it_was_not_fitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = cluster_document(tmp_path / "sweep.json")
-    (found,) = read_sweeps([sweep])
-    fitted, held = split(list(points_of([found])))
-    assert {point.micro_batch for point in held} == {4}
-    assert len(fitted) == 5
-    slower = [
-        (dataclasses.replace(point, link_gbit_per_s=0.02), is_shaped)
-        if is_shaped
-        else (point, False)
-        for point, is_shaped in points_of([found])
-    ]
-    assert len(split(slower)[1]) == 3 and len(split(slower, "micro-batches between")[1]) == 1
-    result = tmp_path / "grid.json"
-    given = ["--miniature", "--sweeps", str(sweep), "--result", str(result), "--no-plots"]
-    run.main(["communication_grid", *given])
-    document = read_document(result)
-    for fit in document["calibration"].values():
-        assert fit["efficiency"] == pytest.approx(0.9)
-        assert fit["overlap"] == pytest.approx(0, abs=1e-9)
-    assert document["rows"][0]["detail"]["error"] == pytest.approx(0, abs=1e-9)
-    assert [row.value for row in speedups_of(found)] == [1, 4, 8]
-    assert "Mode: miniature" in run.BY_NAME["communication_grid"].section(
-        lambda mode: document if mode == "miniature" else None
-    )
-
-
-def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text('{"kind": "sweep", "schema_version": 1}')
-    with pytest.raises(ConfigError, match="which holds 'sweep'"):
-        read_sweeps([path])
-    with pytest.raises(ConfigError, match="name the files with --sweeps"):
-        read_sweeps([])
-    with pytest.raises(ConfigError, match="expected 'experiment'"):
-        read_document(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_sweeps([tmp_path / "missing.json"])
-
-
 # ---- prediction ----------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_int8_moves_what_the_real_engine_moves() -> None:
-    predictor = Predictor("llama", "tiny", sequence_length=256)
-    exact, coded = (predictor.predicted(system, 2) for system in (PYAO, PYAO_INT8))
-    assert coded.offloaded_bytes == pytest.approx(coded.host_bytes, rel=0.02)
-    counted = predictor.counted(PYAO_INT8, 4)[1]
-    assert predictor.predicted(PYAO_INT8, 4).host_bytes == pytest.approx(counted, rel=0.005)
-    assert 0.25 < coded.offloaded_bytes / exact.offloaded_bytes < 0.6
-    assert coded.step_ms <= exact.step_ms
 
 
 def test_the_guides_own_example_comes_out() -> None:
@@ -290,26 +118,6 @@ def test_smoke_of_every_experiment(name: str, tmp_path: Path) -> None:
     assert not document["is_measured"]
     if run.BY_NAME[name].plot is not None:
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
-
-
-@pytest.mark.thorough
-def test_smoke_of_a_miniature_counts_what_the_host_holds(tmp_path: Path) -> None:
-    rows = smoke("figure5", tmp_path, "--miniature", "--no-plots")["rows"]
-
-    def parts(system: str, micro_batch: int) -> dict[str, float]:
-        row = one(rows, system=system, micro_batch=micro_batch)
-        assert row["value"] == pytest.approx(sum(row["detail"].values()))
-        assert row["detail"]["optimizer states"] == pytest.approx(
-            2 * row["detail"]["float32 weights"], abs=1e-3
-        )
-        return dict(row["detail"])
-
-    assert (
-        parts(BASELINE.name, 2)["activations"] == parts(CHECKPOINTING.name, 2)["activations"] == 0
-    )
-    one_sample, two = (parts(PYAO.name, size)["activations"] for size in (1, 2))
-    assert 0 < one_sample < two
-    assert 0 < parts(PYAO_INT8.name, 2)["activations"] < two
 
 
 @pytest.mark.thorough
@@ -353,10 +161,6 @@ def test_without_an_accelerator_real_refuses_in_one_line(
 # ---- results and the page ------------------------------------------------------------------------
 
 FILES = sorted(RESULTS.glob("*.json"))
-
-
-def test_every_experiment_has_a_predicted_result() -> None:
-    assert {f"{name}_predict" for name in run.BY_NAME} <= {path.stem for path in FILES}
 
 
 def test_every_row_names_its_mode_and_every_file_its_origin() -> None:
@@ -417,19 +221,6 @@ def test_auto_is_never_slower_than_others_that_fit() -> None:
             assert len(same) == 1
             assert same[0]["micro_batch"] == row["micro_batch"]
             assert same[0]["value"] >= row["value"] * (1 - 1e-6)
-
-
-@pytest.mark.thorough
-def test_auto_plans_for_the_memory_that_is_named() -> None:
-    predictor = Predictor("gpt2", "micro", sequence_length=64)
-    kept = predictor.predicted(AUTO, 8)
-    assert kept.step_ms == predictor.predicted(BASELINE, 8).step_ms
-    least = predictor.predicted(AUTO, 8, cap_bytes=0)
-    assert least.peak_bytes < kept.peak_bytes
-    middle = (least.peak_bytes + kept.peak_bytes) // 2
-    between = predictor.predicted(AUTO, 8, cap_bytes=middle)
-    assert between.peak_bytes <= middle
-    assert kept.step_ms <= between.step_ms <= least.step_ms
 
 
 def test_sentences_without_numbers_hold_too() -> None:
@@ -496,16 +287,3 @@ def test_the_page_is_what_the_files_say() -> None:
     assert text.count("*Mode: ") >= len(EXPERIMENTS)
     for image in re.findall(r"\]\((\.\./results/[^)]+)\)", text):
         assert (RECIPES / "experiments" / image).is_file(), image
-
-
-def test_the_page_says_what_must_be_said() -> None:
-    text = " ".join((RECIPES / "experiments" / "README.md").read_text(encoding="utf-8").split())
-    for said in (
-        "ZeRO-2 reduces gradients at every micro-step",
-        "plain gradient accumulation gives the same saving without offloading",
-        "was chosen afterwards",
-        "proves nothing",
-        "3.63 exceeds 10/3",
-        "contradicts 3 -> 10",
-    ):
-        assert said in text

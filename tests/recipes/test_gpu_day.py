@@ -12,15 +12,13 @@ import pytest
 
 import gpu_day
 from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, OK, OUT_OF_MEMORY, TIMED_OUT
-from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.tools.bench import processes
-from hf_pyao.tools.bench.processes import Deadline
 from on_gpu import day, parts
-from on_gpu.day import Journal, Line, problems_of, read_lines, run_part, run_parts
+from on_gpu.day import Deadline, Journal, Line, problems_of, read_lines, run_part, run_parts
 from on_gpu.measure import Lab, measure
 from on_gpu.page import page_of
-from on_gpu.parts import FIRST, PARTS, SECOND, Request, count_outcomes
-from on_gpu.rows import CAP_GIB, LARGEST, all_rows, cap_rows, smoke
+from on_gpu.parts import PARTS, Request
+from on_gpu.rows import all_rows, cap_rows, smoke
 from on_gpu.tasks import hidden_copies
 from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
@@ -69,15 +67,6 @@ def test_a_part_that_cannot_begin_costs_no_other_part(tmp_path: Path) -> None:
     assert [found[name] for name in ("first", "second", "third", "fourth")] == [OK] * 4
 
 
-def test_parts_without_time_are_not_reached_and_said(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "day.jsonl", lambda line: None)
-    said: list[str] = []
-    asked = request_for(tmp_path)
-    assert not run_parts(["F", "G"], asked, journal, Deadline.after(1.0), said.append)
-    assert [line["status"] for line in journal.lines] == [NOT_REACHED, NOT_REACHED]
-    assert "part G" in said[-1]
-
-
 # ---- what is written -----------------------------------------------------------------------------
 
 
@@ -101,15 +90,6 @@ def test_a_full_folder_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "open", real_open)
     journal.add(ok("after"))
     assert [line["name"] for line in read_lines(tmp_path)] == ["before", "meanwhile", "after"]
-
-
-def test_a_torn_last_line_is_left_out_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
-    text = "\n".join(json.dumps(ok("a", n=n)) for n in (1, 2)) + '\n{"name": "b", "sta'
-    (tmp_path / "day.jsonl").write_text(text)
-    assert read_lines(tmp_path) == [ok("a", n=1), ok("a", n=2)]
-    journal = Journal(tmp_path / "other.jsonl", lambda line: None)
-    journal.lines += read_lines(tmp_path)
-    assert journal.latest == [ok("a", n=2)]
 
 
 def test_a_second_folder_has_the_first_and_measures_what_is_missing(
@@ -161,20 +141,6 @@ def test_what_must_not_be_is_named() -> None:
 # ---- the plan of the day -------------------------------------------------------------------------
 
 
-def test_the_list_says_how_long_each_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_day.main(["--list"]) == 0
-    said = capsys.readouterr().out
-    sums = {
-        command: sum(part.seconds for part in PARTS.values() if part.command == command)
-        for command in (FIRST, SECOND)
-    }
-    assert sums[FIRST] <= 470
-    assert sums[SECOND] <= 230
-    assert f"first command: {sums[FIRST]} s" in said
-    assert f"second command: {sums[SECOND]} s" in said
-    assert all(part.summary in said for part in PARTS.values())
-
-
 def test_auto_settles_on_small_batches_before_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is a plan everything is offloaded, which need not fit at the plan's own size."""
     row = next(row for row in cap_rows("G") if row.way == "auto + chunked")
@@ -194,16 +160,6 @@ def test_auto_settles_on_small_batches_before_the_largest(monkeypatch: pytest.Mo
     assert figures["mode"] in ("following", "checking")
 
 
-def test_the_largest_sizes_are_those_that_are_predicted() -> None:
-    document = json.loads(gpu_day.PREDICTIONS.read_text(encoding="utf-8"))
-    for card in ("h100", "h200"):
-        assert find_hardware(card).memory_gib > CAP_GIB
-        predicted = document["predictions"][card]
-        rows = [row for part in LARGEST for row in cap_rows(part)]
-        assert len(rows) == 18
-        assert [row.name for row in rows if predicted[row.name]["fits"] is row.may_run_out] == []
-
-
 def test_without_an_accelerator_it_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,26 +172,6 @@ def test_without_an_accelerator_it_refuses(
 
 
 # ---- figures -------------------------------------------------------------------------------------
-
-
-def test_outcomes_are_counted_whatever_pytest_was_started_with() -> None:
-    lines = [
-        "tests/gpu/test_a.py::test_one PASSED                            [ 25%]",
-        "[gw1] [ 50%] PASSED tests/gpu/test_a.py::test_two[x]",
-        "[gw0] [ 75%] FAILED tests/gpu/test_b.py::test_three",
-        "tests/gpu/test_b.py::test_four SKIPPED (no kernel)               [100%]",
-        "FAILED tests/gpu/test_b.py::test_three - assert 1 == 2",
-        "=== 1 failed, 2 passed, 1 skipped in 3.10s ===",
-    ]
-    found = count_outcomes(lines, "stopped after 9 s")
-    counted = {key: value for key, value in found.items() if key.startswith("num_")}
-    assert counted == {"num_passed": 2, "num_failed": 1, "num_error": 0, "num_skipped": 1}
-    assert found["failures"] == ["tests/gpu/test_b.py::test_three"]
-    assert found["outcome"] == "stopped after 9 s"
-    assert count_outcomes([])["is_right"] is False
-    skipped = [lines[3]]
-    assert not count_outcomes(skipped)["is_right"], "a device was asked for these"
-    assert count_outcomes(skipped, may_skip=True)["is_right"]
 
 
 def test_copies_beside_kernels_are_hidden() -> None:
@@ -253,32 +189,6 @@ def test_copies_beside_kernels_are_hidden() -> None:
     assert hidden_copies(events) == {
         **{"copies_ms": 1.0, "kernels_ms": 2.5, "gaps_ms": 0.5, "hidden_share": 0.5}
     }
-
-
-def test_the_page_sets_predicted_beside_measured_and_theirs_beside_ours() -> None:
-    rows = {(row.part, row.model, row.way): row for row in reversed(all_rows())}
-    auto = rows["F", "opt:1.3b", "auto"]
-    checkpointing = rows["F", "opt:1.3b", "checkpointing"]
-    offload, ours = (
-        next(row for row in all_rows() if row.part == "M" and row.way == way)
-        for way in ("checkpointing, offload=True", "all over checkpointing")
-    )
-    lines = [
-        ok(checkpointing.name, step_ms=200.0, allocated_bytes=10e9, reserved_bytes=11e9),
-        ok(auto.name, step_ms=160.0),
-        ok(offload.name, step_ms=1.0, after_forward_bytes=66.1e6),
-        ok(ours.name, step_ms=1.0, after_forward_bytes=65.0e6),
-        ok("J: host time of a saved tensor", window_us_a_tensor=12.5),
-    ]
-    predicted = {checkpointing.name: {"step_ms": 100.0}, auto.name: {"step_ms": 90.0}}
-    page = page_of(lines, {"device": "NVIDIA H200"}, {"h100": {}, "h200": predicted})
-    assert "- predictions: h200" in page
-    claim = next(line for line in page.splitlines() if "time of auto over checkpointing" in line)
-    assert claim.endswith("| 0.9 | 0.8 | 0.889 |")
-    row = next(line for line in page.splitlines() if line.startswith(f"| {checkpointing.name} |"))
-    assert "| 100 | 200 | 2 | – | 10 | – |" in row
-    assert f"| {offload.name} | after_forward_mb | 66.1 | 66.1 | 65 | {ours.way}: " in page
-    assert "- window_us_a_tensor: 12.5" in page
 
 
 def test_the_page_in_the_repository_has_predictions_for_both_cards() -> None:

@@ -17,21 +17,13 @@ import pytest
 
 import local_cluster
 from cluster import cluster_checks, cluster_namespaces
-from cluster.cluster_node import interface_bytes, newest_checkpoint
-from cluster.cluster_report import draw_sweep, format_sweep, predicted_step_s
+from cluster.cluster_node import interface_bytes
 from cluster.cluster_result import (
-    ENGINES,
     ClusterPoint,
-    ClusterSetup,
-    ClusterSweep,
-    read_sweep,
-    write_sweep,
 )
 from cluster.cluster_settings import Fault, NodeSettings, SupervisorSettings
 from cluster.cluster_sweep import ClusterError, plan_points, run_sweep
-from cluster.cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.documents.schema import ReportError
 from tests.recipes.cluster_stub import processes_with, wait_until_gone, write_stub
 from tests.recipes.conftest import RECIPES, REPOSITORY
 
@@ -135,24 +127,6 @@ def put_tools(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str | No
     monkeypatch.setattr(cluster_namespaces, "TOOL_PATH", str(folder))
 
 
-@pytest.mark.sampled(every=1)
-@pytest.mark.parametrize("tool", ["ip", "tc", "unshare"])
-def test_a_missing_tool_is_named(
-    tool: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("ip", "tc", "unshare", "mount"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / tool).unlink()
-    monkeypatch.setattr(cluster_namespaces, "TOOL_PATH", str(tmp_path))
-    assert run_main("--engine", "ddp") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert f"`{tool}` is not installed" in line
-
-
 def test_without_privileges_each_way_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,35 +140,6 @@ def test_without_privileges_each_way_is_named_with_its_reason(
     assert "user namespace: unshare: unshare failed: Operation not permitted" in line
     assert "sudo: a password is required" in line
     assert "capability SYS_ADMIN" in line
-
-
-def test_root_and_sudo_are_the_second_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_users = 'case "$*" in *--user*) echo no user namespaces >&2; exit 1;; esac'
-    put_tools(tmp_path, monkeypatch, unshare=no_users, sudo='shift; exec "$@"')
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert cluster_checks.find_isolation() == "root"
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert cluster_checks.find_isolation() == "sudo"
-    assert cluster_namespaces.throw_away("sudo")[:3] == ["sudo", "-n", "unshare"]
-
-
-def test_a_kernel_without_netem_refuses_a_delay_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
-) -> None:
-    tc = 'case "$*" in *netem*) echo "Specified qdisc kind is unknown." >&2; exit 2;; esac'
-    put_tools(tmp_path, monkeypatch, tc=tc)
-    cluster_checks.check_kernel(isolation, needs_delay=False)
-    with pytest.raises(ConfigError, match=r"no tc's netem.*kind is unknown.*or drop --delay"):
-        cluster_checks.check_kernel(isolation, needs_delay=True)
-
-
-def test_rates_and_delays_are_read_as_tc_reads_them() -> None:
-    read = [
-        cluster_namespaces.parse_rate(text) for text in ("50mbit", "1Gbit", "500kbit", "1.5mbit")
-    ]
-    assert read == [50, 1000, 0.5, 1.5]
-    delays = [cluster_namespaces.parse_delay(text) for text in (None, "5ms", "500us", "0.1s")]
-    assert delays == [None, 5, 0.5, 100]
 
 
 # ---- the plan, the bytes, the figures ------------------------------------------------------------
@@ -226,123 +171,6 @@ def test_rounds_count_samples_over_all_nodes_or_on_each() -> None:
     assert rounds("all") == [52, 26, 13, 7]
     assert rounds("node") == [256, 128, 64, 32]
     assert rounds("all", gradient_accumulation=4) == [13, 7, 4, 2]
-
-
-def test_steps_are_at_least_and_at_most_as_many_as_asked_for() -> None:
-    points = points_of(["opt", "llama"], [1, 64], nodes=2, steps=(5, 100), repeats=2)
-    assert [(p.run, p.architecture, p.steps) for p in points][:4] == [
-        (0, "opt", 100),
-        (0, "opt", 5),
-        (0, "llama", 100),
-        (0, "llama", 5),
-    ]
-    assert len({point.name for point in points}) == len(points) == 8
-
-
-def test_the_volume_is_that_of_the_engine() -> None:
-    assert [volume_coefficient(engine, 1) for engine in ENGINES] == [2, 3, 3]
-    assert [volume_coefficient(engine, 4) for engine in ENGINES] == [2, 3, 9]
-    assert gradient_bytes("zero2", "bf16", 1000) == 2000
-    assert gradient_bytes("ddp", "bf16", 1000) == gradient_bytes("zero2", "fp32", 1000) == 4000
-    volume = bytes_per_step("zero2", nodes=5, gradient_accumulation=4, gradient_bytes=1e6)
-    assert volume == pytest.approx(9 * 0.8 * 1e6)
-    # 50 Mbit/s are 5.98 MB/s of payload.
-    assert link_seconds(5.977e6, 50) == pytest.approx(1, rel=1e-3)
-    with pytest.raises(ConfigError, match="unknown --engine 'zero4'; did you mean 'zero2'"):
-        volume_coefficient("zero4", 1)
-
-
-def sweep_of(steps_s: dict[int, list[float]], **setup: Any) -> ClusterSweep:
-    points = [
-        ClusterPoint(
-            architecture="opt",
-            run=0,
-            micro_batch=micro_batch,
-            gradient_accumulation=1,
-            num_parameters=1_000_000,
-            gradient_bytes=2_000_000,
-            rounds=len(step_s),
-            first_step=0,
-            step_s=step_s,
-            target_s=sum(step_s),
-            compute_step_s=[0.05, 0.07, 0.06],
-            collectives_s=[0.02, 0.01, 0.03],
-            tx_bytes_per_step=[4.82e6, 4.84e6],
-            rx_bytes_per_step=[4.82e6, 4.84e6],
-            expected_bytes_per_step=4.8e6,
-            losses=[6.0] * len(step_s),
-            losses_by_node=[[6.0] * len(step_s)] * 2,
-        )
-        for micro_batch, step_s in steps_s.items()
-    ]
-    values: dict[str, Any] = {
-        "nodes": 5,
-        "engine": "zero2",
-        "precision": "bf16",
-        "rate_mbit": 50.0,
-        "delay_ms": None,
-        "model_size": "mini",
-        "block_size": 32,
-        "target": 20,
-        "target_over": "all",
-        "activation_offload": True,
-        "isolation": "root",
-        "options": ["--seed", "1"],
-        "load_average": 0.5,
-    }
-    return ClusterSweep(setup=ClusterSetup(**{**values, **setup}), points=points)
-
-
-def test_table_and_plot_show_medians_speedups_and_the_prediction(tmp_path: Path) -> None:
-    sweep = sweep_of({1: [2.0, 0.9, 1.0, 1.1], 4: [1.0]})
-    assert sweep.points[0].steady_step_s == 1.0
-    table = format_sweep(sweep)
-    assert "5 nodes at 50 Mbit/s: zero2 in bf16, gloo, hf_pyao attached" in table
-    (first,) = [line.split() for line in table.splitlines() if line.startswith("opt      ")][:1]
-    assert first == ["opt", "1", "4", "1.000", "5.00", "1.00", "4.830", "4.800", "0.843"]
-    assert predicted_step_s(sweep.setup, sweep.points[0]) == pytest.approx(0.04 + 0.803, abs=1e-3)
-    (second,) = [line.split() for line in table.splitlines() if line.startswith("opt")][1:]
-    assert second[3:6] == ["1.000", "1.00", "5.00"]  # a single step is all there is
-    draw_sweep(sweep, tmp_path / "plots/sweep.png")
-    assert (tmp_path / "plots/sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_reads_back_and_nothing_else_does(tmp_path: Path) -> None:
-    sweep = sweep_of({1: [2.0, 1.0]})
-    path = tmp_path / "sweep.json"
-    write_sweep(path, sweep)
-    assert read_sweep(path) == sweep
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "kind": "estimate"}))
-    with pytest.raises(ConfigError, match="holds 'estimate', version 2; expected 'local_cluster'"):
-        read_sweep(path)
-    document["points"][0]["round"] = document["points"][0].pop("rounds")
-    path.write_text(json.dumps(document))
-    with pytest.raises(
-        ReportError, match=r"points\[0\] has the key 'round'.*did you mean 'rounds'"
-    ):
-        read_sweep(path)
-
-
-def test_counters_are_those_of_the_interface(tmp_path: Path) -> None:
-    path = tmp_path / "dev"
-    path.write_text(
-        "Inter-|   Receive\n face |bytes packets\n"
-        "    lo: 7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n"
-        "  eth0: 11 2 0 0 0 0 0 0 13 3 0 0 0 0 0 0\n"
-    )
-    assert interface_bytes("eth0", str(path)) == (11, 13)
-    assert interface_bytes("", str(path)) == (0, 0)
-
-
-def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(tmp_path: Path) -> None:
-    assert newest_checkpoint(str(tmp_path)) is None
-    for step, is_whole in ((2, True), (10, True), (12, False)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if is_whole:
-            (folder / "trainer_state.json").write_text("{}")
-    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
 
 
 # ---- namespaces ----------------------------------------------------------------------------------
@@ -461,12 +289,6 @@ def test_what_the_nodes_tell_becomes_a_point(run_stub: RunStub) -> None:
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_has_no_time_to_the_target(run_stub: RunStub) -> None:
-    ((point,), _) = run_stub("begin(); steps(2, 3); emit('done')")
-    assert (point.first_step, point.target_s) == (1, None)
-
-
-@pytest.mark.thorough
 def test_a_node_that_fails_is_named_with_what_it_said(run_stub: RunStub) -> None:
     fails = "begin()\nif node == 1: emit('failed', error='no such text'); sys.exit(2)\ntime.sleep(0.2)\n"
     with pytest.raises(ClusterError, match=r"^node 1: no such text; all nodes had ended") as info:
@@ -489,20 +311,6 @@ def test_a_killed_node_ends_the_others_in_time_and_is_the_cause(run_stub: RunStu
         "  node 0: reset by peer",
         "  node 2: still running 1 s later; ended by the launcher",
     ]
-
-
-@pytest.mark.thorough
-def test_a_node_that_ends_without_a_word_is_the_cause(run_stub: RunStub) -> None:
-    behaviour = "begin()\nif node == 2: time.sleep(0.5); os.kill(os.getpid(), 9)\n"
-    with pytest.raises(ClusterError, match=r"node 2: its processes were ended by SIGKILL"):
-        run_stub(behaviour + "emit('failed', error='reset by peer')")
-
-
-@pytest.mark.thorough
-def test_a_node_that_does_not_start_is_named(run_stub: RunStub) -> None:
-    behaviour = "if node == 2: time.sleep(1000)\nbegin(); time.sleep(1000)"
-    with pytest.raises(ClusterError, match=r"^node 2: it did not start within 1 s; all nodes"):
-        run_stub(behaviour, start_timeout_s=1.0)
 
 
 OUTER = """

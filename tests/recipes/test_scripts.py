@@ -49,31 +49,6 @@ def test_accelerate_launch_ends_with_the_table_and_needs_no_extras(
 
 
 @pytest.mark.thorough
-def test_help_teaches_and_imports_no_datasets(run_script: Script, tmp_path: Path) -> None:
-    starter = tmp_path / "help.py"
-    starter.write_text(
-        "import runpy, sys\n"
-        f"sys.path.insert(0, {str(RECIPES)!r})\n"
-        "script, sys.argv = sys.argv[1], sys.argv[1:]\n"
-        "try:\n"
-        "    runpy.run_path(script, run_name='__main__')\n"
-        "finally:\n"
-        "    assert 'datasets' not in sys.modules and 'transformers.trainer' not in sys.modules\n"
-    )
-    done = run_script(str(starter), str(RECIPES / "train_llama.py"), "--help")
-    assert done.returncode == 0, done.stderr
-    for taught in (
-        "accelerate launch recipes/train_llama.py --no_activation_offload",
-        "1.2b",
-        "in the PyAO paper",
-        "outputs/train_llama",
-        "--activation_offload_window",
-        "$XDG_CACHE_HOME",
-    ):
-        assert taught in done.stdout
-
-
-@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_train_one_model_and_one_speaks(
     run_script: Script, micro_options: list[str], tmp_path: Path

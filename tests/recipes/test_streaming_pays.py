@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from studies.streaming_pays import link_of, overlaps, pays
+from studies.streaming_pays import overlaps
 
 
 def test_the_overlap_table_at_what_its_own_figures_imply() -> None:
@@ -20,12 +20,3 @@ def test_the_overlap_table_at_what_its_own_figures_imply() -> None:
         assert row.pass_ms == pytest.approx(
             row.compute_ms * {"1": 24, "6": 32, "3": 48}[row.model[4]]
         )
-
-
-@pytest.mark.thorough
-def test_a_faster_link_and_more_tokens_cost_less() -> None:
-    rows = [row for row in pays("llama:tiny", (64, 128)) if not row.checkpointing]
-    overhead = {(row.tokens, row.link_gb_per_s): row.streamed_ms / row.resident_ms for row in rows}
-    assert overhead[64, 12.5] >= overhead[64, 50.0] >= 1
-    assert overhead[128, 12.5] <= overhead[64, 12.5]
-    assert link_of(25.0).h2d_gib_per_s == pytest.approx(25e9 / 2**30)

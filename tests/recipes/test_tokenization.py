@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tokenization
-from hf_pyao.errors import ConfigError
 from tokenization import END_OF_TEXT, tokenize_with_own_bpe
 
 DOCUMENTS = ("def add(a, b):\n    return a + b\n" * 20, "naïve ☃ text\n" * 20)
@@ -26,32 +24,6 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
     assert 258 < len(tokenizer) <= 300
     assert 0 <= tokens.min() <= tokens.max() < len(tokenizer)
     assert len(tokens) < sum(len(text.encode()) for text in DOCUMENTS) / 2
-
-
-def test_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
-
-    def fail(*args: object) -> None:
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(tokenization, "_train_bpe", fail)
-    cached_tokenizer, cached_tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
-    assert np.array_equal(cached_tokens, tokens)
-    assert cached_tokenizer.get_vocab() == tokenizer.get_vocab()
-    assert cached_tokenizer.eos_token_id == tokenizer.eos_token_id
-    assert cached_tokenizer.pad_token_id == tokenizer.pad_token_id
-
-
-@pytest.mark.parametrize(
-    ("documents", "vocab_size"),
-    [(("ab", "cd"), 301), (("ab", "ce"), 300), (("abc", "d"), 300), (("abcd",), 300)],
-)
-def test_cache_tells_other_texts_and_sizes_apart(
-    tmp_path: Path, documents: tuple[str, ...], vocab_size: int
-) -> None:
-    tokenize_with_own_bpe(("ab", "cd"), 300, tmp_path)
-    tokenize_with_own_bpe(documents, vocab_size, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def damages(content: bytes) -> dict[str, bytes]:
@@ -82,30 +54,3 @@ def test_damaged_cache_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixt
             assert "damaged" in caplog.text
             assert cached_file(tmp_path).stat().st_size == len(whole)
     assert num_noticed > 30
-
-
-def test_a_failed_write_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", fail)
-    _, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
-    assert len(tokens) > 0
-    assert list(tmp_path.iterdir()) == []
-    assert "No space left" in caplog.text
-
-
-def test_an_unusable_cache_folder_is_done_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    _, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path / "file")
-    assert len(tokens) > 0
-    assert "going on without" in caplog.text
-
-
-def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--vocab_size is 257.*at least 258"):
-        tokenize_with_own_bpe(DOCUMENTS, 257, tmp_path)

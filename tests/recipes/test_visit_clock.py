@@ -50,25 +50,3 @@ def test_the_first_upload_is_hidden_by_the_step_before_unless_weights_are_packed
     compute_ms = 8 * 5.0
     assert clock.step_ms() == pytest.approx(compute_ms + 3.0)
     assert clock.step_ms() == pytest.approx(compute_ms + (3.0 if is_packed else 0.0))
-
-
-def test_two_slots_are_one_too_few_where_both_copies_are_the_busiest_lanes() -> None:
-    blocks = [VisitTimes(3.0, 4.0, 4.0, update_ms=1.0)] * 100
-    assert step_ms(blocks) == pytest.approx(100 * (4 + 1 + 4) / 2, rel=0.01)
-    assert step_ms(blocks, num_slots=3) == pytest.approx(100 * 4, rel=0.02)
-
-
-def test_the_host_may_be_the_busiest_lane() -> None:
-    blocks = [VisitTimes(5.0, 1.0, 1.0, host_ms=20.0)] * 8
-    assert least_step_ms(blocks) == 160.0
-    clock = VisitClock(blocks, is_packed=True)
-    clock.step_ms()
-    assert clock.step_ms() == pytest.approx(
-        160.0 + 2 * 5.0
-    )  # the last two layers are queued behind
-
-
-def test_one_slot_overlaps_nothing() -> None:
-    blocks = [VisitTimes(5.0, 3.0, 2.0, 0.0)] * 8
-    assert step_ms(blocks, num_slots=1) == pytest.approx(8 * (5 + 3))
-    assert step_ms(blocks) < 8 * 5 + 5 + 1e-6

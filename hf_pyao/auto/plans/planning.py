@@ -25,7 +25,6 @@ from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.measure.segment_memory import (
     MeasuredGrowth,
     differences,
-    largest,
     predicted_growth,
     unpredicted_bytes,
 )
@@ -37,7 +36,6 @@ from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Candidate, Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
-from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +80,9 @@ class PlanMaker:
         self._more: dict[str, int] = {}
         """What was measured beside the prediction, by segment. Every later plan leaves room for
         that."""
+        self._beyond: dict[str, int] = {}
+        """By how much other ranks' memory grew more than this one's, by segment. A profile is of
+        all ranks, and a plan is measured on this one."""
 
     def plan(
         self,
@@ -115,6 +116,7 @@ class PlanMaker:
         least_streamed = 0 if smaller is None else smaller.least_streamed
         choice = choice_of(request, profile, once, correction)
         measured = choice.resident.configured.simple().get(OFFLOAD_ALL)
+        self._beyond = profile.grown_beyond_bytes
         if smaller is None and measured is not None:
             self._note_memory(profile.grown_bytes, measured)
         growth, room_to_grow = None, 1.0
@@ -174,7 +176,8 @@ class PlanMaker:
         Returns:
             The draft with what may be used now, and whether its plan is another one.
         """
-        self._note_memory(grown_bytes, draft.chosen)
+        of_ranks = {name: b + self._beyond.get(name, 0) for name, b in grown_bytes.items()}
+        self._note_memory(of_ranks, draft.chosen)
         is_capped = draft.limits.how == AFTER_RUNNING_OUT
         cap_bytes = draft.limits.limit_bytes if is_capped else math.inf
         draft = dataclasses.replace(draft, limits=self._limits(draft.choice, cap_bytes))
@@ -194,9 +197,7 @@ class PlanMaker:
         if grown_bytes:
             predicted = _growth(ran)
             self.growth = MeasuredGrowth(grown_bytes, predicted)
-            more = differences(grown_bytes, predicted)
-            # A profile is of all ranks, a plan is measured on this one.
-            self._more = largest((self._more, more)) if process_rank().num_ranks > 1 else more
+            self._more = differences(grown_bytes, predicted)
             self.unpredicted_bytes = unpredicted_bytes(self._more, predicted)
 
     def _takes_more(self, chosen: Candidate) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch._guards import active_fake_mode
 
-from hf_pyao.plan.step.loops import NUM_SHOWN, Loop, told_of_parts
+from hf_pyao.plan.step.loops import NUM_SHOWN, told_of_parts
 from hf_pyao.plan.step.step_recorder import StepRecorder
 
 Part = TypeVar("Part")
@@ -25,10 +25,7 @@ def few_parts(recorder: StepRecorder) -> Iterator[None]:
     It stands for all but first and last. Another thread's, on real tensors, are all there.
     """
 
-    def few(
-        parts: Sequence[Any], loop: Loop | None, size_of: Callable[[Any], object] | None
-    ) -> Iterator[Any]:
-        recorder.note_loop(loop, len(parts))
+    def few(parts: Sequence[Any], size_of: Callable[[Any], object] | None) -> Iterator[Any]:
         if len(parts) <= NUM_SHOWN or active_fake_mode() is None:
             yield from parts
             return

@@ -43,6 +43,8 @@ _NUMBERS = frozenset({int, float, complex, bool, str, bytes, torch.Size})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _ENGINES = frozenset({"torch", "hf_pyao", "accelerate", "deepspeed", "bitsandbytes", "triton"})
 """Packages whose objects hold what is no state of a forward: hooks, handles of sharded weights."""
+_COUNTERS_OF_DEEPSPEED = frozenset({"applied_pre_backward_ref_cnt", "ds_grads_remaining"})
+"""Attributes in which hooks of ZeRO-3 count the backwards that a module has still to see."""
 _MOST_ITEMS = 256
 _MOST_ARRAY_BYTES = 4096
 _COUNTED = operator.itemgetter(
@@ -115,7 +117,8 @@ def change(before: Look, now: Look, names: Callable[[], Sequence[str]]) -> str:
         for at, (then, after) in enumerate(zip(before.attributes, now.attributes, strict=True)):
             for key in dict.fromkeys((*then, *after)):
                 old, new = then.get(key, _ABSENT), after.get(key, _ABSENT)
-                if not (_is_same(old, new) or key == "training" or are_ours(key, old, new)):
+                is_passed_over = key == "training" or key in _COUNTERS_OF_DEEPSPEED
+                if not (is_passed_over or _is_same(old, new) or are_ours(key, old, new)):
                     return path_of(names, at, key)
     for place, facts in before.facts.items():
         if not _are_same(facts, now.facts.get(place, [])):

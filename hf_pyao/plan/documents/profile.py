@@ -8,11 +8,6 @@ from typing import Any, ClassVar
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.schema import JsonDocument
 
-SCHEMA_VERSION = 2
-"""Version of the JSON of a :class:`Profile`."""
-
-KIND = "profile"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
@@ -75,8 +70,8 @@ class Profile(JsonDocument):
     """What some micro-batches of a training take and save."""
 
     called: ClassVar[str] = "the profile"
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 2
+    kind: str = "profile"
     title: str
     is_measured: bool = True
     """False: computed from fake tensors and a card's speeds."""
@@ -117,7 +112,10 @@ class Profile(JsonDocument):
     """Most on the device over them, as torch counts it; None where it does not."""
     grown_bytes: dict[str, int] = field(default_factory=dict)
     """Most that tensors on the device take in ``"forward"``, ``"head"`` and ``"backward"``, above
-    what was there when the first layer began; empty where torch does not count."""
+    what was there when the first layer began; empty where torch does not count. Of several ranks
+    the most."""
+    grown_beyond_bytes: dict[str, int] = field(default_factory=dict)
+    """By how much that is above what the first of several ranks takes."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
     ``recompute_modules``, ``transport``, the name of what copied, and what changes the step itself:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,8 @@ def device_limit(
     Args:
         device: where the model is.
         device_memory_gib: what is given, in GiB; None: what is free or reserved already, less
-            :data:`MARGIN`, and no more than :func:`allocator_cap_bytes`. The CUDA context is there
-            by then, and not a part of it.
+            :data:`MARGIN`, and on CUDA no more than :func:`allocator_cap_bytes`. The context is
+            there by then, and not a part of it; what other processes hold is not either.
         label: how messages call what is given.
     """
     allocated = _allocated_bytes(device)
@@ -51,12 +51,14 @@ def device_limit(
         return DeviceLimit(
             int(device_memory_gib * GIB), allocated, f"{label} {device_memory_gib:g} GiB"
         )
-    if device.type != "cuda":
+    module: Any = getattr(torch, device.type, None)
+    if not hasattr(module, "mem_get_info"):
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    free_bytes = int((free + reserved) * (1 - MARGIN))
-    nbytes = min(free_bytes, allocator_cap_bytes(device))
+    free, _ = module.mem_get_info(device)
+    reserved = getattr(module, "memory_reserved", torch.accelerator.memory_reserved)
+    free_bytes = int((free + reserved(device)) * (1 - MARGIN))
+    is_capped = device.type == "cuda"
+    nbytes = min(free_bytes, allocator_cap_bytes(device)) if is_capped else free_bytes
     how = "free" if nbytes == free_bytes else "for this process (its memory fraction)"
     return DeviceLimit(nbytes, allocated, f"{format_bytes(nbytes)} {how} on {device}")
 
@@ -112,7 +114,9 @@ def why_unlimited(device: torch.device, label: str = "device_memory_gib") -> str
 
 
 def _allocated_bytes(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+    module = getattr(torch, device.type, None)
+    counted = getattr(module, "memory_allocated", None)
+    return 0 if counted is None else int(counted(device))
 
 
 def beside_bytes(

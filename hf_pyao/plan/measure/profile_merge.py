@@ -43,6 +43,8 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         key: fmean(profile.metrics.get(key, 0.0) for profile in profiles) for key in first.metrics
     }
     peaks = [p.peak_allocated_bytes for p in profiles if p.peak_allocated_bytes is not None]
+    grown_bytes = largest(profile.grown_bytes for profile in profiles)
+    of_first = first.grown_bytes
     return dataclasses.replace(
         first,
         num_ranks=len(profiles),
@@ -54,7 +56,8 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         collective_gib_per_s=_mean(profile.collective_gib_per_s for profile in profiles),
         metrics=metrics,
         peak_allocated_bytes=max(peaks, default=None),
-        grown_bytes=largest(profile.grown_bytes for profile in profiles),
+        grown_bytes=grown_bytes,
+        grown_beyond_bytes={n: b - of_first.get(n, b) for n, b in grown_bytes.items()},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_pyao.plan.step.loops import repeated, slices_of
+from hf_pyao.plan.step.loops import slices_of
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ class TilePlan:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Yield ``(start, stop)`` for each tile."""
-        return repeated(slices_of(self.num_tokens, self.tile_tokens))
+        return slices_of(self.num_tokens, self.tile_tokens)
 
 
 def plan_tiles(num_tokens: int, tiles: int | str, token_bytes: int, weight_bytes: int) -> TilePlan:

@@ -185,7 +185,7 @@ def zeroth_order_memory(
     with FakeTraining(config=config, dtype=dtype).model() as (model, fake_mode):
         found = find_layers(model).layers
         layers = [layer for _, layer in found]
-        sizes = [BlockSize.of(layer, choices) for layer in layers]
+        sizes = [BlockSize.of(layer, choices.momentum, choices.transfer_dtype) for layer in layers]
         slot_bytes = max(size.slot_bytes for size in sizes)
         in_layers = {id(p) for layer in layers for p in layer.parameters()}
         streams = choices.stream_embeddings == "on"

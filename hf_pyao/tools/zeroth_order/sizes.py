@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,20 +20,6 @@ STATE_BYTES = 4
 """Of an element's momentum."""
 
 
-class Chosen(Protocol):
-    """The settings that sizes depend on."""
-
-    @property
-    def momentum(self) -> float:
-        """0: there is none."""
-        ...
-
-    @property
-    def transfer_dtype(self) -> str | None:
-        """None: weights travel as they are."""
-        ...
-
-
 @dataclass(frozen=True)
 class BlockSize:
     """Bytes of one layer."""
@@ -43,14 +29,14 @@ class BlockSize:
     host_bytes: int
 
     @classmethod
-    def of(cls, layer: nn.Module, chosen: Chosen) -> BlockSize:
+    def of(cls, layer: nn.Module, momentum: float, transfer_dtype: str | None) -> BlockSize:
         """Return the bytes of *layer*, all of which is trained."""
         parameters = list(layer.parameters())
         stored = sum(aligned(p.nbytes) for p in parameters)
-        state = sum(aligned(STATE_BYTES * p.numel()) for p in parameters) * bool(chosen.momentum)
-        if chosen.transfer_dtype is None:
+        state = sum(aligned(STATE_BYTES * p.numel()) for p in parameters) * bool(momentum)
+        if transfer_dtype is None:
             return cls(stored + state, stored + state)
-        form = format_of(chosen.transfer_dtype)
+        form = format_of(transfer_dtype)
         packed = sum(
             aligned(form.packed_nbytes(p.size()) if form.packs(p.size(), p.dtype) else p.nbytes)
             for p in parameters

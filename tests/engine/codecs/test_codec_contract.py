@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_pyao import PyAOConfig
-from hf_pyao.engine.codecs import CODECS, Codec, Encoded, get_codec
+from hf_pyao.engine.codecs import Codec, Encoded
 from hf_pyao.engine.codecs.grid import AMAX_FLOOR
 from hf_pyao.engine.codecs.grouped import GroupedCodec
 from studies.study_codecs import STUDY_CODECS, study_codec
@@ -180,29 +179,3 @@ def test_lossy_codecs_refuse_what_must_stay_exact(name: str) -> None:
 def test_bytes_on_the_link(name: str, ratio: float) -> None:
     tensor = torch.randn(64, 2048).bfloat16()
     assert study_codec(name).encode(tensor).payload_bytes == ratio * 2 * tensor.numel()
-
-
-def test_every_row_is_a_codec_of_that_name() -> None:
-    for name in STUDY_CODECS:
-        codec = study_codec(name)
-        assert isinstance(codec, Codec)
-        assert codec.name == name
-        assert get_codec(codec) is codec
-    assert all(get_codec(name).name == name for name in CODECS)
-
-
-def test_a_codec_of_one_s_own_need_not_state_its_error() -> None:
-    class Halves:
-        name, is_lossless = "halves", False
-
-        def accepts(self, tensor: torch.Tensor) -> bool:
-            return tensor.dtype == torch.float32
-
-        def encode(self, tensor: torch.Tensor) -> Encoded:
-            return Encoded((tensor.bfloat16(),), None)
-
-        def decode(self, payload: tuple[torch.Tensor, ...], spec: None) -> torch.Tensor:
-            return payload[0].float()
-
-    codec = Halves()
-    assert get_codec(PyAOConfig(policy="all", codec=codec).codec) is codec

@@ -93,22 +93,6 @@ def test_what_is_stored_suffices_and_nothing_cheaper_was_passed_over_on_a_chain(
     assert num_found > 200
 
 
-def test_what_is_needed_twice_is_stored_once() -> None:
-    assert cheapest(Numbers({1: (0,), 2: (0,), 3: (1, 2)}, [1, 4, 4, 8]), 3) == [0]
-
-
-def test_a_value_is_preferred_to_as_many_bytes_of_what_it_was_made_from() -> None:
-    assert cheapest(Numbers({1: (0,), 2: (1,)}, [4, 4, 8]), 2) == [1]
-
-
-@pytest.mark.parametrize(("length", "is_found"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
-def test_a_chain_of_operations_has_a_longest(length: int, is_found: bool) -> None:
-    """Each operation reads the value before it; only the first value can be stored."""
-    chain = {value: (value - 1,) for value in range(1, length + 1)}
-    graph = Numbers(chain, [1] * (length + 1), cannot_be_stored=set(range(1, length + 1)))
-    assert (cheapest(graph, length) == [0]) is is_found
-
-
 @pytest.mark.parametrize(("length", "is_found"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
 def test_the_planner_ends_where_the_engine_does(length: int, is_found: bool) -> None:
     """It planned longer chains once, which the engine then did not replay."""

@@ -91,7 +91,7 @@ SIZES = (4, 40, 300)
 """Of a row: a buffer of one is copied, held as it is, or known as a buffer of the model's."""
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("first_seed", [0, 20])

@@ -75,11 +75,6 @@ def test_training_is_bitwise_the_same(model_type: str, names: tuple[str, ...]) -
     assert (recomputed > 0) == ((model_type, names) not in NOT_WITHOUT_ITS_PRODUCT)
 
 
-def test_every_base_meets_every_attention_dropout_and_precision() -> None:
-    met = {(BASES.index(base_of(i)), value) for i, v in enumerate(VARIANTS) for value in v}
-    assert len(met) == len(BASES) * 7
-
-
 def two_forwards(model: nn.Module) -> dict[str, torch.Tensor]:
     """Run two forwards, then one backward through both, then a second one over the same graph."""
     torch.manual_seed(3)
@@ -145,22 +140,3 @@ def test_layers_in_which_nothing_is_recomputed_are_not_traced() -> None:
     assert len(num_modes) == len(offloader.layer_names)
     for name, count in num_modes.items():
         assert count == ("decoder" in name), name
-
-
-def num_modes_of(config: PyAOConfig) -> list[int]:
-    """Return how many dispatch modes are on in each layer of a step."""
-    model = tiny_model("llama")
-    found: list[int] = []
-    with attach(model, config):
-        for layer in model.model.layers:
-            layer.mlp.register_forward_hook(
-                lambda *_: found.append(torch.utils._python_dispatch._len_torch_dispatch_stack())
-            )
-        model(**tiny_batch()).loss.backward()
-    return found
-
-
-def test_only_layers_that_are_recomputed_are_traced() -> None:
-    assert num_modes_of(EVERY_LAYER) == [0, 0, 0]
-    config = replace(EVERYTHING, recompute_modules=("pointwise",))  # keeps the last layer
-    assert num_modes_of(config) == [1, 1, 0]

@@ -18,7 +18,6 @@ from hf_pyao.engine.recompute.operations import Rules
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.stores import HostPool
-from hf_pyao.errors import ConfigError
 from tests.helpers import (
     EVERY_LAYER,
     HIDDEN,
@@ -27,7 +26,6 @@ from tests.helpers import (
     Stack,
     assert_same_tensors,
     assert_same_trajectory,
-    enable_checkpointing,
     gradients_of,
     tiny_batch,
     tiny_model,
@@ -187,34 +185,3 @@ def test_without_a_kernel_it_is_said_once(caplog: pytest.LogCaptureFixture) -> N
         train(model)
         assert offloader.metrics()["offloaded_bytes"] == NUM_LAYERS * INPUT_BYTES
     assert caplog.text.count("finds no attention kernel") == 1
-
-
-def test_without_segments_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no effect"):
-        dataclasses.replace(EVERY_LAYER, save_attention=True)
-
-
-def test_as_fast_as_checkpointing_where_nothing_is_saved() -> None:
-    """The number of operations that run, which no clock disturbs."""
-
-    class Operations(TorchDispatchMode):
-        only_watches = True
-
-        num_products = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            self.num_products += func._overloadpacket.__name__ in ("mm", "addmm", "bmm")
-            return func(*args, **(kwargs or {}))
-
-    model = tiny_model("llama", attention="sdpa")
-    enable_checkpointing(model, use_reentrant=False)
-    with Operations() as theirs:
-        train(model, STEP)
-    for length in (1, 2, 3):
-        model = tiny_model("llama", attention="sdpa")
-        config = dataclasses.replace(EVERY_LAYER, checkpoint_every=length)
-        with attach(model, config), Operations() as ours:
-            train(model, STEP)
-        # All but the last layer of a segment run to their end, which ends in one product more.
-        num_ended = NUM_LAYERS - -(-NUM_LAYERS // length)
-        assert ours.num_products <= theirs.num_products + num_ended

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +16,8 @@ from hf_pyao.engine.runtime.saved_tensor import KeptTensor, SavedStorage
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
-    Stack,
     assert_same_tensors,
     gradients_of,
-    linear_relu,
-    num_hooks,
     tiny_batch,
     tiny_model,
 )
@@ -121,23 +116,6 @@ def test_an_exception_in_a_layer(where: str, kind: type[BaseException], config: 
                 step(model)
         assert_same_tensors(step(model), expected, "after")
         check_nothing_left(offloader)
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
-def test_nothing_is_left_right_after_the_failure_when_detached(
-    kind: type[BaseException], config: PyAOConfig
-) -> None:
-    for where in ("forward 1", "backward 1"):
-        bomb = Bomb(kind)
-        model = plant(tiny_model("llama"), bomb)
-        hooks = num_hooks(model)
-        bomb.where = where
-        with pytest.raises(kind, match="boom"), attach(model, config) as offloader:
-            step(model)
-        gc.collect()  # the traceback's frames
-        check_nothing_left(offloader)
-        assert num_hooks(model) == hooks
-        assert not offloader.is_attached
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before ours", "after ours"])
@@ -279,80 +257,3 @@ def test_backward_after_the_model_or_the_offloader_is_gone(goes: str, config: Py
     del loss
     assert live(SavedStorage) == []
     assert pool.settle() == 0
-
-
-@pytest.mark.parametrize("keeps_offloader", [False, True])
-def test_a_deleted_model_takes_its_memory_with_it(
-    keeps_offloader: bool, config: PyAOConfig
-) -> None:
-    model = tiny_model("llama")
-    offloader: Offloader | None = attach(model, config)
-    step(model)
-    abandoned = model(**BATCH, use_cache=False).loss
-    parameter = weakref.ref(model.model.embed_tokens.weight)
-    pool, engine = weakref.ref(offloader.host_pool), weakref.ref(offloader.engine)
-    del abandoned, model
-    if not keeps_offloader:
-        del offloader
-    gc.collect()
-    assert parameter() is None
-    assert (pool() is None) is not keeps_offloader
-    assert (engine() is None) is not keeps_offloader
-    assert live(SavedStorage) == []
-
-
-# ---- growth
-# -----------------------------------------------------------------------------------------
-
-
-def do_step(model: nn.Module) -> None:
-    model(torch.randn(4, 4)).sum().backward()
-
-
-def do_forward_only(model: nn.Module) -> None:
-    model(torch.randn(4, 4))
-
-
-def do_fail(model: nn.Module) -> None:
-    model.layers[1].fails = True  # type: ignore[index, union-attr]
-    with pytest.raises(ValueError, match="boom"):
-        model(torch.randn(4, 4))
-    model.layers[1].fails = False  # type: ignore[index, union-attr]
-
-
-def do_retain(model: nn.Module) -> None:
-    loss = model(torch.randn(4, 4)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def may_fail(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result = linear_relu(layer, x)
-    if getattr(layer, "fails", False):
-        raise ValueError("boom")
-    return result
-
-
-@pytest.mark.parametrize(
-    "action", [do_step, do_forward_only, do_fail, do_retain], ids=lambda action: action.__name__
-)
-def test_nothing_grows_over_200_steps(
-    action: Callable[[nn.Module], None], config: PyAOConfig
-) -> None:
-    model = Stack(may_fail, may_fail, may_fail)
-    with attach(model, config) as offloader:
-
-        def objects_after(num_steps: int) -> int:
-            for _ in range(num_steps):
-                action(model)
-            do_step(model)
-            gc.collect()
-            return len(gc.get_objects())
-
-        before = objects_after(20)
-        pool_bytes = offloader.host_pool.pool_bytes
-        after = objects_after(200)
-        assert after - before < 50
-        assert offloader.host_pool.pool_bytes == pool_bytes
-        assert offloader.host_pool.num_slab_allocations == 1
-        check_nothing_left(offloader)

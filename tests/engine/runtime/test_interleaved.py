@@ -126,22 +126,6 @@ def test_two_models_on_one_link_report_their_own_figures() -> None:
         assert one.host_pool.settle() == 0
 
 
-def test_one_pool_and_two_links_tell_the_peaks_apart_too() -> None:
-    small, large = tiny_model("opt"), tiny_model("llama")
-    peaks = []
-    for model in (small, large):
-        with attach(model, EVERY_LAYER) as offloader:
-            model(**tiny_batch(), use_cache=False).loss.backward()
-            peaks.append(offloader.metrics()["host_peak_bytes"])
-    with attach(small, EVERY_LAYER) as one:
-        other = attach(large, EVERY_LAYER, host_pool=one.host_pool)
-        losses = [model(**tiny_batch(), use_cache=False).loss for model in (small, large)]
-        for loss in losses:
-            loss.backward()
-        assert [o.metrics()["host_peak_bytes"] for o in (one, other)] == peaks
-        other.detach()
-
-
 def test_a_link_and_its_parts_are_not_given_together() -> None:
     with attach(tiny_model("opt"), EVERY_LAYER) as offloader:
         with pytest.raises(ConfigError, match="link is given together with"):

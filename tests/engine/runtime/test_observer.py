@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.observer import OVERHEADS, Observer
-from hf_pyao.engine.runtime.timeline import Span, StepTimeline
+from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from tests.helpers import EVERY_LAYER, EVERYTHING, tiny_batch, tiny_model
 from tests.helpers.simulation.device import SimulatedDevice
@@ -93,21 +92,6 @@ def timeline_of(config: PyAOConfig) -> tuple[StepTimeline, dict[str, float]]:
         return timeline, offloader.metrics()
 
 
-def draw(spans: list[Span], path: Path) -> None:
-    """Draw the lanes of a step beneath each other."""
-    from matplotlib import pyplot
-
-    lanes = list(dict.fromkeys(span.lane for span in spans))
-    figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(lanes) + 1))
-    for lane_number, lane in enumerate(lanes):
-        bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.lane == lane]
-        axes.broken_barh(bars, (lane_number - 0.4, 0.8), edgecolor="black", linewidth=0.2)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_xlabel("ms")
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
 @pytest.mark.thorough
 def test_each_part_of_the_overhead_is_timed() -> None:
     nothing, _ = timeline_of(EVERY_LAYER)
@@ -123,15 +107,6 @@ def test_each_part_of_the_overhead_is_timed() -> None:
     assert found["restore_ms"] > 0, "nothing comes back ahead: sources are waited for"
     assert found["recompute_ms"] > 0
     assert found["encode_ms"] == found["decode_ms"] == 0
-
-
-def test_who_listens_no_more_hears_nothing() -> None:
-    model, notes = tiny_model("opt"), Notes()
-    with attach(model, EVERY_LAYER) as offloader:
-        offloader.engine.observe(notes)
-        offloader.engine.observe(None)
-        model(**tiny_batch()).loss.backward()
-    assert not notes.modules + notes.slots + notes.copies  # type: ignore[operator]
 
 
 def test_an_observer_that_raises_loses_no_copy() -> None:

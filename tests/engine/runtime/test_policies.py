@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from hf_pyao.engine.runtime.policy import (
     Recompute,
     RecomputeSelected,
     Situation,
-    as_policy,
 )
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError
@@ -225,33 +224,6 @@ def test_an_object_with_a_name_and_decide_is_taken_as_a_policy() -> None:
     assert num_asked % 2 == 0, "it does not say that it is static, so each call asks it again"
 
 
-def test_optional_parts_of_such_an_object_are_used() -> None:
-    class Counting(Foreign):
-        is_static = True
-        may_lose = True
-        made: ClassVar[list[Counting]] = []
-
-        def for_forward(self) -> Counting:
-            self.made.append(Counting())
-            return self.made[-1]
-
-        def would_decide(self, slot: Slot, situation: Situation) -> Keep:
-            return Keep("not counted")
-
-        def products_to_replay(self, run: LayerRun) -> frozenset[str]:
-            return frozenset({run.layer})
-
-    slot = Slot("layers.0", 0, "mlp", 0, 8, torch.float32)
-    policy = as_policy(Counting())
-    assert (policy.is_static, policy.may_lose, policy.may_recompute) == (True, True, True)
-    assert policy.rests is False
-    assert policy.would_decide(slot, Situation()) == Keep("not counted")
-    assert policy.products_to_replay(LayerRun("layers.0", 0)) == {"layers.0"}
-    assert policy.for_forward().decide(slot, Situation()) is OFFLOAD
-    assert [len(each.asked) for each in Counting.made] == [1]
-    assert as_policy(policy) is policy
-
-
 def test_what_is_wrapped_around_a_policy_says_what_that_says() -> None:
     budget = OffloadBudget(0, max_tensors=1)
     wrapped = KeepLastLayers(RecomputeSelected(budget, {}, is_pointwise=True), first_kept=1)
@@ -269,10 +241,3 @@ def test_what_is_wrapped_around_a_policy_says_what_that_says() -> None:
     both = KeepLastLayers(RecomputeSelected(lossy, {"layers.0": frozenset({"mlp"})}), 1)
     assert lossy.may_lose and both.may_lose
     assert both.innermost is lossy
-
-
-def test_the_plan_that_is_followed_is_found_within_what_is_wrapped_around_it() -> None:
-    policy = PlanPolicy(Plan(slots=[PlannedSlot(name="mlp:0", action="offload")]))
-    config = replace(EVERYTHING, policy=policy, recompute_modules=("mlp_act",), keep_last_layers=1)
-    with attach(tiny_model("llama"), config) as offloader:
-        assert offloader.plan is policy.plan

@@ -105,14 +105,6 @@ def test_activations_with_the_shape_of_a_frozen_weight() -> None:
     assert not is_parameter(torch.ones(4, 8, dtype=torch.int64), shapes)
 
 
-def test_a_long_chain_ends() -> None:
-    parameter = Small(frozen=False).table
-    tensor: torch.Tensor = parameter.to(torch.float64)
-    for _ in range(40):
-        tensor = tensor.to(torch.float32 if tensor.dtype is torch.float64 else torch.float64)
-    assert not is_parameter(tensor, NONE)
-
-
 @contextlib.contextmanager
 def kept_by(offloader: Offloader) -> Iterator[list[torch.Tensor]]:
     """Yield the list in which the kept tensors that are unpacked end up."""

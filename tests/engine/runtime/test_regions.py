@@ -295,19 +295,6 @@ def halves(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(gate).sin() * up + gate.cos()
 
 
-def test_regions_that_nobody_fills_are_one_copy() -> None:
-    transport = RecordingTransport()
-    model = stack_of(halves)
-    with attach(model, EVERY_LAYER, transport=transport) as offloader:
-        model(torch.randn(4, SIZE)).sum().backward()
-        metrics = offloader.metrics()
-    num_bytes = 4 * SIZE * 4
-    sizes = sorted(len(data) for _, data in transport.sources)
-    # x, the sigmoid, its sine, and the storage of both halves.
-    assert sizes == [num_bytes, num_bytes, num_bytes, 2 * num_bytes]
-    assert metrics["offloaded_bytes"] == sum(sizes) == metrics["would_hold_bytes"]
-
-
 def test_a_copy_that_was_put_off_begins_when_the_layer_ends() -> None:
     transport = RecordingTransport()
     seen: list[int] = []

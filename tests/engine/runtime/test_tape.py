@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pyao import Offloader, PyAOConfig, attach
-from hf_pyao.engine.runtime.slots import Slot
-from hf_pyao.engine.runtime.tape import Layer, LayerCall, StorageTable, Tape
-from hf_pyao.plan.policies.by_name import make_policy
+from hf_pyao import Offloader, attach
 from tests.helpers import EVERY_LAYER, EVERYTHING, RecordingTransport, Stack, linear_relu
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -164,22 +161,6 @@ def test_layers_called_without_their_model() -> None:
             assert micro_batches(offloader) == expected
 
 
-def test_storages_that_die_are_never_taken_for_others() -> None:
-    table = StorageTable()
-    slot = Slot("layers.0", 0, "", 0, 4000, torch.float32)
-    seen = set()
-    for _ in range(50):  # the allocator gives the same address again and again
-        tensor = torch.empty(1000)
-        storage = tensor.untyped_storage()
-        assert storage._cdata not in table.entries
-        seen.add(storage._cdata)
-        table.add(storage, slot)
-        assert table.entries[tensor[3:].untyped_storage()._cdata] == [slot]
-        del tensor, storage
-    assert len(seen) == 50, "the table holds on to identities, not to memory"
-    table.clear()
-
-
 def test_two_tensors_at_one_address_within_a_layer() -> None:
     values: list[torch.Tensor] = []
 
@@ -197,68 +178,3 @@ def test_two_tensors_at_one_address_within_a_layer() -> None:
     with attach(model, EVERY_LAYER):
         model(X).sum().backward()
     assert torch.equal(model.layers[0].weight.grad, plain.layers[0].weight.grad)
-
-
-def tape_of(num_layers: int = 0) -> tuple[Tape, list[LayerCall]]:
-    tape = Tape(make_policy(PyAOConfig(policy="all")), is_announced=False)
-    calls = [open_call(tape, Layer(index, f"layers.{index}")) for index in range(num_layers)]
-    return tape, calls
-
-
-def open_call(tape: Tape, layer: Layer) -> LayerCall:
-    call = LayerCall(layer, tape, tape.last_call)
-    tape.add(call)
-    return call
-
-
-def test_a_tape_knows_when_a_forward_starts_over() -> None:
-    assert not tape_of()[0].starts_over(Layer(0, "layers.0"))
-    tape, calls = tape_of(3)
-    assert [call.previous for call in calls] == [None, calls[0], calls[1]]
-    assert tape.starts_over(calls[1].layer)
-    assert not tape.starts_over(calls[2].layer), "the last layer may run again"
-    assert tape.accepts_calls
-    calls[2].start_backward(7)
-    assert not tape.accepts_calls
-    assert not tape.is_live()
-
-
-def names_of(call: LayerCall) -> list[str]:
-    return [entry.slot.name for entry in call.entries[: call.num_slots]]
-
-
-def save(call: LayerCall, *paths: str, nbytes: int = 64) -> None:
-    for path in paths:
-        call.enter(path, None)
-        slot = call.next_entry(nbytes, torch.float32).slot
-        assert (slot.path, slot.nbytes) == (path, nbytes)
-        call.leave()
-
-
-def test_slots_are_known_from_the_call_before() -> None:
-    tape, (first,) = tape_of(1)
-    layer = first.layer
-    save(first, "a", "a", "b", "a")
-    assert names_of(first) == ["a:0", "a:1", "b:0", "a:2"]
-    first.close()
-    same, longer, other = (open_call(tape, layer) for _ in range(3))
-    save(same, "a", "a", "b", "a")
-    assert same.entries is layer.entries(is_last_run=True)
-    save(longer, "a", "a", "b", "a", "b", nbytes=128)  # other sizes, and one more
-    assert names_of(longer) == ["a:0", "a:1", "b:0", "a:2", "b:1"]
-    save(other, "a", "b", "b")
-    assert names_of(other) == ["a:0", "b:0", "b:1"]
-    assert names_of(first) == names_of(same) == ["a:0", "a:1", "b:0", "a:2"]
-
-
-def test_calls_of_one_layer_that_are_open_at_once_do_not_change_each_others_slots() -> None:
-    tape, (first,) = tape_of(1)
-    save(first, "a", "a", "b", "b")
-    first.close()
-    one, two, three = (open_call(tape, first.layer) for _ in range(3))
-    save(one, "c")
-    one.close()  # it ends first
-    save(two, "a", "c")
-    save(three, "a", "a", "b", "b")
-    assert names_of(three) == ["a:0", "a:1", "b:0", "b:1"]
-    assert names_of(two) == ["a:0", "c:0"]

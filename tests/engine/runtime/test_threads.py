@@ -20,8 +20,6 @@ from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket
 from tests.helpers import (
     EVERY_LAYER,
     Stack,
-    assert_same_tensors,
-    gradients_of,
     linear_relu,
     tiny_batch,
     tiny_model,
@@ -211,25 +209,3 @@ def test_threads_that_train_one_after_the_other_are_served(
         assert torch.equal(step(), expected)
         assert offloader.engine.num_layer_calls > num_calls
     assert not [record for record in caplog.records if "second-thread" in record.getMessage()]
-
-
-# ---- backward inside of a layer, and recomputation
-# ------------------------------------------------
-
-
-def test_a_backward_inside_of_a_layer_that_is_recomputed() -> None:
-    """What is dropped after it began was not known when it counted who reads what."""
-
-    def function(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        hidden = (x @ layer.weight).tanh().exp()
-        (inner,) = torch.autograd.grad(hidden.sum(), layer.weight, retain_graph=True)
-        return (hidden.sigmoid() * inner).exp() * hidden.exp().sigmoid()
-
-    model, x = Stack(function, function), torch.linspace(-1, 1, 16).view(4, 4)
-    model(x).sum().backward()
-    expected = gradients_of(model)
-    model.zero_grad()
-    with attach(model, CASES["all"]) as offloader:
-        model(x).sum().backward()
-        assert_same_tensors(gradients_of(model), expected, "attached")
-        assert offloader.metrics()["recomputed_bytes"] > 0

@@ -16,18 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_pyao import PyAOCallback, PyAOConfig, PyAOPlugin, PyAOTrainer, attach
+from hf_pyao import PyAOCallback, PyAOConfig, PyAOTrainer, attach
 from hf_pyao.engine.recompute.segments import Segment
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
-from hf_pyao.tools.simulation.late_transport import LateTransport
 from tests.helpers import VOCAB, Batch, tiny_batch, tiny_model
 from tests.helpers.live_storages import LiveStorages, num_objects_of_hf_pyao
+from tests.helpers.simulation.late_transport import LateTransport
 
 pytestmark = pytest.mark.usefixtures("_no_collector")
 
@@ -292,11 +290,6 @@ def test_a_step_leaves_no_more_than_the_one_before(name: str, loop: Callable[...
     assert growth(SETTINGS[name], (loop,)) == [NOTHING] * NUM_STEPS
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_neither_does_one_without_us(loop: Callable[..., None]) -> None:
-    assert growth(None, (loop,)) == [NOTHING] * NUM_STEPS
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 @pytest.mark.parametrize("name", SETTINGS)
@@ -304,21 +297,6 @@ def test_200_steps_of_every_kind(name: str, model_type: str) -> None:
     num_rounds = -(-200 // len(LOOPS))
     found = growth(SETTINGS[name], LOOPS, num_rounds, model_type)
     assert found == [NOTHING] * num_rounds
-
-
-@pytest.mark.parametrize("settings", [{}, {"head_loss": "chunked"}], ids=["own loss", "chunked"])
-def test_hidden_states_are_gone_with_their_step(settings: dict[str, Any]) -> None:
-    """The same without a dispatch mode, which autograd may treat differently."""
-    model: Any = tiny_model("llama")
-    seen: list[StorageWeakRef] = []
-    model.model.norm.register_forward_hook(
-        lambda module, args, result: seen.append(StorageWeakRef(result.untyped_storage()))
-    )
-    with attach(model, PyAOConfig(policy="all", **SMALL, **settings)):
-        for index in range(8):
-            plain(model, tiny_batch(index), [])
-            assert all(each.expired() for each in seen)
-    assert len(seen) == 8
 
 
 @pytest.mark.parametrize(
@@ -425,29 +403,6 @@ def test_a_trainer(name: str, how: str, tmp_path: Path) -> None:
         assert after[1] == before[1]
 
 
-@pytest.mark.parametrize("name", ["all, chunked", "checkpoint_every 2"])
-def test_an_accelerate_loop(name: str) -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    accelerator = Accelerator(cpu=True)
-    plugin = PyAOPlugin(**{**SMALL, **SETTINGS[name]}).bind(accelerator)
-    model: Any = tiny_model("llama", num_hidden_layers=4)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    found = []
-    storages = LiveStorages()
-    with storages:
-        for _ in range(NUM_FIRST + NUM_STEPS):
-            accelerator.backward(model(**tiny_batch(1)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append((storages.sizes(), num_objects_of_hf_pyao()))
-    assert plugin.metrics()["offloaded_bytes"] > 0
-    assert found[NUM_FIRST:] == [found[NUM_FIRST]] * NUM_STEPS
-    plugin.detach()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 # ---- the end -------------------------------------------------------------------------------------
 
 
@@ -479,19 +434,3 @@ def test_host_memory_goes_with_a_model_that_was_not_detached(name: str) -> None:
     held = [weakref.ref(each) for each in (offloader, offloader.engine, offloader.host_pool, model)]
     del offloader, model
     assert all(ref() is None for ref in held)
-
-
-def test_a_graph_that_outlives_its_engine_still_runs_backward() -> None:
-    reference: Any = tiny_model("llama")
-    plain(reference, tiny_batch(1), [])
-    model: Any = tiny_model("llama")
-    parameters = dict(model.named_parameters())
-    offloader = attach(model, PyAOConfig(policy="all", **SMALL))
-    engine = weakref.ref(offloader.engine)
-    loss = model(**tiny_batch(1)).loss
-    offloader.detach()
-    del offloader, model
-    assert engine() is None
-    loss.backward()
-    for name, expected in reference.named_parameters():
-        assert torch.equal(parameters[name].grad, expected.grad)

@@ -298,47 +298,12 @@ def test_a_corrupted_block_is_never_handed_out(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_bits_that_flip_on_the_way_once_are_read_again(tmp_path: Path) -> None:
-    blocks, flipped = blocks_of(11), []
-
-    def flipping(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        got = os.preadv(descriptor, list(buffers), offset)
-        if not flipped:
-            flipped.append(offset)
-            buffers[0][7] ^= 4
-        return got
-
-    file, reader = write(tmp_path, blocks), DiskReader(flipping)
-    assert torch.equal(whole(reader, file, 3), blocks[3])
-    assert reader.num_retries == 1
-    reader.close()
-
-
 def test_a_file_cut_short_while_it_is_open_is_an_error(tmp_path: Path) -> None:
     file, reader = write(tmp_path, blocks_of(12)), DiskReader()
     os.truncate(file.path, file.places[4].offset + 4096)
     with pytest.raises(DiskError, match="ends at byte"):
         whole(reader, file, 4)
     reader.close()
-
-
-def test_nothing_writes_into_the_target_of_a_cancelled_read(tmp_path: Path) -> None:
-    go = threading.Event()
-
-    def held(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        go.wait(10)
-        return os.preadv(descriptor, list(buffers), offset)
-
-    file, reader = write(tmp_path, blocks_of(13)), DiskReader(held)
-    read = begin(reader, file, 4)
-    assert not read.is_done
-    threading.Timer(0.02, go.set).start()
-    read.cancel()
-    read.target.fill_(1)
-    reader.close()
-    assert bool((read.target == 1).all())
-    with pytest.raises(InternalError, match="cancelled"):
-        read.wait()
 
 
 def test_nothing_writes_into_the_target_after_a_checksum_failed(
@@ -362,14 +327,6 @@ def test_nothing_writes_into_the_target_after_a_checksum_failed(
     read.target.fill_(1)
     reader.close()
     assert bool((read.target == 1).all())
-
-
-def test_an_error_has_the_whole_path_however_long(tmp_path: Path) -> None:
-    folder = tmp_path.joinpath(*("a-folder-with-a-long-name" for _ in range(8)))
-    with pytest.raises(DiskError) as caught:
-        write(folder, blocks_of(17, SIZES[:1]))
-    assert f"{folder}/weights-" in str(caught.value)
-    assert ".bin'" in str(caught.value)
 
 
 def test_a_private_mapping_keeps_writes_to_itself_and_the_kernel_tells(tmp_path: Path) -> None:

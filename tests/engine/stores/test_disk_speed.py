@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 
 from hf_pyao.engine.stores.disk_speed import measure_disk, measure_reads
 from hf_pyao.errors import ConfigError, DiskError
-from hf_pyao.tools.bench import doctor
 from tests.helpers.disks import files_of, take_any_file_system
-from tests.tools.bench.test_doctor import GOOD
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +59,3 @@ def test_a_file_is_refused_as_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk"):
         measure_disk(tmp_path / "file", "--disk")
-
-
-def test_the_doctor_says_it(tmp_path: Path) -> None:
-    machine = dataclasses.replace(GOOD, disk=measure_disk(tmp_path, nbytes=2**20))
-    names = [finding.name for finding in doctor.examine(machine)]
-    assert "disk, read" in names
-    assert "disk, write" in names

@@ -71,6 +71,7 @@ def test_fewer_threads_do_the_work_where_no_more_can_be_started(
         DaemonThreads(1, "pyao-test-none").submit(int)
 
 
+@pytest.mark.thorough
 def test_an_access_that_does_not_return_does_not_keep_the_process() -> None:
     program = (
         "import threading\n"

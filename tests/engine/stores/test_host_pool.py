@@ -115,16 +115,6 @@ def test_growth_is_in_powers_of_two_and_stops_at_the_cap() -> None:
     assert other.pool_bytes == 64 * MIB, "pinned memory is rounded up to a power of two anyway"
 
 
-def test_the_peak_is_of_what_was_in_use() -> None:
-    pool = HostPool(64 * MIB, pin=False)
-    first, second = pool.acquire(MIB), pool.acquire(2 * MIB)
-    pool.release(first)
-    assert pool.peak_used_bytes == 3 * MIB
-    pool.release(second)
-    assert pool.settle() == 0
-    assert pool.peak_used_bytes == 3 * MIB
-
-
 def test_the_newest_copy_of_each_queue_stands_for_the_others() -> None:
     pool = HostPool(64 * MIB, pin=False)
     for after in (Copy("a", 3), None, Copy("b", 1), Copy("a", 2), Copy("b", 7)):
@@ -275,14 +265,6 @@ def test_a_slab_that_is_refused_is_tried_smaller(
     assert "pieces of 0.062 GiB" in record.getMessage()
     assert "many more lines" not in record.getMessage()
     assert None not in held
-
-
-def test_slabs_of_a_few_pages_are_not_tried(machine: Machine) -> None:
-    machine.largest[True] = machine.largest[False] = MIB - 1
-    pool = HostPool(10**12, pin=True)
-    assert pool.acquire(100) is None
-    sizes = [32 * MIB >> halves for halves in range(6)]
-    assert machine.asked == [(pin, size) for pin in (True, False) for size in sizes]
 
 
 @pytest.mark.parametrize("window", ["layer", 4096])

@@ -75,20 +75,6 @@ def test_resident_layers_at_the_turns_change_no_upload(num_resident: int) -> Non
     assert counts == [2 * num - 2, 2 * (num - 2), 2 * (num - 2)]
 
 
-def test_the_first_step_uploads_as_soon_as_backward_leaves_the_last_layer() -> None:
-    """The last layer is streamed: its forward and its backward are one use of its block."""
-    ring = Noted(3)
-    for step in range(2):
-        ring.begin(trains=True)
-        run(ring, range(3), in_backward=False)
-        run(ring, [2, 2], in_backward=True)  # a second run, and backward itself
-        ring.leave(in_backward=True)
-        before = len(ring.uploads)
-        ring.ahead()
-        assert ring.uploads[before:] == [0], f"step {step}"
-        run(ring, [1, 0], in_backward=True)
-
-
 def test_evaluation_uploads_each_block_ahead_and_training_goes_on_as_before() -> None:
     ring = Noted(5)
     train(ring)
@@ -127,17 +113,6 @@ def test_several_forwards_before_their_backwards_are_one_cycle() -> None:
             run(ring, range(4)[::-1], in_backward=True)
         if step:
             assert ring.num_late_uploads == late
-
-
-def test_a_resident_layer_lets_the_next_block_come() -> None:
-    ring = Noted(4)
-    ring.begin(trains=True)
-    ring.use(0, in_backward=False)
-    ring.ahead()
-    assert ring.uploads == [0, 1]
-    ring.leave(in_backward=False)
-    ring.ahead()
-    assert ring.uploads == [0, 1, 2], "into the slot of 0, which is not needed soon"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -142,16 +142,6 @@ def test_a_small_cap_takes_a_smaller_micro_batch(tmp_path: Path) -> None:
     assert "4 would take" in chosen.words
 
 
-@pytest.mark.thorough
-def test_gradients_of_the_micro_batches_before_are_predicted(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, CONFIG)
-    accumulated = predicted_rows(trainer, CONFIG)[1][1]
-    trainer.args.gradient_accumulation_steps = 1
-    alone = predicted_rows(trainer, CONFIG)[1][1]
-    gradient_bytes = sum(p.nbytes for p in trainer.model.parameters())
-    assert 0.2 * gradient_bytes < accumulated - alone <= gradient_bytes
-
-
 def predicted_rows(trainer: Any, config: PyAOConfig) -> tuple[ChosenBatch, list[int]]:
     """Return the choice, and the peaks by rising micro-batch."""
     found: list[Any] = []
@@ -245,16 +235,6 @@ def test_a_model_that_cannot_be_recorded_keeps_its_batch(
     assert (
         "leaves the micro-batch at 2 (auto_micro_batch): nothing can be" in capsys.readouterr().out
     )
-
-
-@pytest.mark.thorough
-def test_nothing_is_logged_of_what_is_tried(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = trainer_of(tmp_path, CONFIG)
-    with caplog.at_level("INFO", logger="hf_pyao"):
-        choose_batch(trainer, CONFIG)
-    assert caplog.records == []
 
 
 @pytest.mark.thorough
@@ -388,33 +368,12 @@ def test_policies_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("policy", ["budget", "off"])
-def test_other_policies_are_predicted_too(tmp_path: Path, policy: str) -> None:
-    config = replace(CONFIG, policy=policy, budget=2 if policy == "budget" else None)
-    assert choose_batch(trainer_of(tmp_path, config), config).micro_batch == 8
-
-
-@pytest.mark.thorough
 def test_only_a_trainer_of_ours_can_choose(tmp_path: Path) -> None:
     callbacks = [PyAOCallback(CONFIG)]
     with pytest.raises(ConfigError, match="a callback cannot change the batch size"):
         trainer_for(Trainer, tiny_opt(), arguments(tmp_path), callbacks=callbacks)
     with pytest.raises(ConfigError, match="a training loop of your own cannot change"):
         PyAOPlugin(auto_micro_batch="fastest")
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"is_fsdp_enabled": True}, "FSDP"),
-        ({"is_model_parallel": True}, "a device map"),
-    ],
-)
-def test_sharded_weights_are_refused(tmp_path: Path, change: dict[str, Any], what: str) -> None:
-    trainer = trainer_of(tmp_path, CONFIG)
-    vars(trainer).update(change)
-    with pytest.raises(ConflictError, match=f"{what}.* divides its weights"):
-        choose_batch(trainer, CONFIG)
 
 
 @pytest.mark.parametrize(

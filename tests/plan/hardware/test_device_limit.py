@@ -104,3 +104,16 @@ def test_sparse_gradients_have_bytes_too() -> None:
     rows_bytes, indices_bytes = 3 * 4 * 4, 3 * 8
     parameters = [*rows.parameters(), *width.parameters(), torch.nn.Parameter(torch.ones(3))]
     assert gradient_bytes(parameters) == rows_bytes + indices_bytes + 4 * 2 * 4
+
+
+def test_what_is_free_on_other_accelerators_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"mem_get_info": (6 * GIB, 16 * GIB), "memory_reserved": 3 * GIB, "memory_allocated": 7}
+    for function, answer in facts.items():
+        monkeypatch.setattr(torch.xpu, function, lambda *_, answer=answer: answer)
+    limit = device_limit.device_limit(XPU, None)
+    assert limit is not None
+    assert (limit.nbytes, limit.allocated_bytes) == (int(9 * GIB * 0.99), 7)
+    for device in ("cpu", "meta"):
+        assert device_limit.device_limit(torch.device(device), None) is None
+        given = device_limit.device_limit(torch.device(device), 2.0)
+        assert given is not None and given.allocated_bytes == 0
