@@ -162,20 +162,14 @@ class WeightRing(RingSchedule):
                 self._settle()
                 self.ahead()
             yield
-        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
-            torch.set_grad_enabled(has_gradients)
+            self._end(call)
+        except BaseException as error:  # an interrupt, it may be, as grad mode was being exchanged
+            if not isinstance(error, GeneratorExit):  # then this was left behind, and ends now
+                torch.set_grad_enabled(has_gradients)
             self._end(call)
             raise
-        self._end(call)
 
     def _end(self, call: _Call) -> None:
-        try:
-            self._end_once(call)
-        except KeyboardInterrupt:
-            self._end_once(call)
-            raise
-
-    def _end_once(self, call: _Call) -> None:
         with self._lock, unrecorded():
             self._calls.discard(call)
             self._settle()
@@ -336,18 +330,23 @@ class WeightRing(RingSchedule):
 
     def stop(self) -> None:
         """Let go of the device's memory. Graphs that hold handles bring their blocks again."""
-        with self._lock, unrecorded():
-            self._calls.clear()
-            self._backward_layer = None
-            self._settle()
-            self._places.clear()
-            for held in list(self.slots):
-                if held is not None:
-                    self.forget(held)
-            for each in self.on_device:
-                self._empty(each, refuses=False)
-            if self._read_ahead is not None:
-                self._read_ahead.release()
+        has_gradients = torch.is_grad_enabled()
+        try:
+            with self._lock, unrecorded():
+                self._calls.clear()
+                self._backward_layer = None
+                self._settle()
+                self._places.clear()
+                for held in list(self.slots):
+                    if held is not None:
+                        self.forget(held)
+                for each in self.on_device:
+                    self._empty(each, refuses=False)
+                if self._read_ahead is not None:
+                    self._read_ahead.release()
+        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
+            torch.set_grad_enabled(has_gradients)
+            raise
 
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
