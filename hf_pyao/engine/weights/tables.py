@@ -1,7 +1,7 @@
-"""The parameter table of a module whose weights are streamed.
+"""The parameter table of a module whose weights are read where a source says.
 
 [Note: Tables]
-``nn.Module`` finds parameters in ``_parameters``. In a module that owns streamed weights this table
+``nn.Module`` finds parameters in ``_parameters``. In modules of embeddings and head on the host, and of zeroth order, this table
 is a dictionary of the same content, whose *look-up* of one name gives the weight on the device
 while a layer's forward, or a backward pass, runs on the thread. Who goes through the table
 (``parameters()``, ``state_dict()``, ``_apply``) finds the Parameter objects. So nothing is ever
