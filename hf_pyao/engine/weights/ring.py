@@ -50,11 +50,11 @@ _PLAIN = frozenset({torch.Tensor, DeviceWeight})
 
 
 class _Call:
-    """A forward of a layer that runs."""
+    """A forward of a layer that runs, or its backward."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, *, is_in_groups: bool = False) -> None:
         self.layer = layer
-        self.is_in_groups = False
+        self.is_in_groups = is_in_groups
         """Its experts run, of which groups are on the device one after another."""
 
 
@@ -115,7 +115,8 @@ class WeightRing(RingSchedule):
         self._exchanged: set[tuple[int, bool]] = set()
         """Those that may have what is on the device."""
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._backward_layer: int | None = None
+        self._backward: _Call | None = None
+        """That of the layer whose backward runs; in groups where the layer has several blocks."""
         self._backward_task = NO_TASK
         self._spans: dict[int, Sequence[Span]] = {}
         """By block, what is read of its file."""
@@ -182,7 +183,7 @@ class WeightRing(RingSchedule):
             are_read: its experts in groups: its other weights may leave meanwhile. False: those,
                 which come back.
         """
-        calls = [call for call in self._calls if call.layer == layer]
+        calls = [call for call in self._running() if call.layer == layer]
         if all(call.is_in_groups == are_read for call in calls):
             return
         with self._lock, unrecorded():
@@ -198,10 +199,9 @@ class WeightRing(RingSchedule):
         Raises:
             ConflictError: a layer has written into a weight.
         """
-        wanted = {(call.layer, True) for call in self._calls}
-        wanted |= {(call.layer, False) for call in self._calls if not call.is_in_groups}
-        if self._backward_layer is not None:
-            wanted |= {(self._backward_layer, True), (self._backward_layer, False)}
+        running = self._running()
+        wanted = {(call.layer, True) for call in running}
+        wanted |= {(call.layer, False) for call in running if not call.is_in_groups}
         for key in self._exchanged - wanted:
             self._take_out(key)
         for key in wanted - self._exchanged:
@@ -238,10 +238,11 @@ class WeightRing(RingSchedule):
 
     def _pinned(self) -> set[int]:
         """Return the blocks that are not emptied now."""
-        layers = {call.layer for call in self._calls if not call.is_in_groups}
-        if self._backward_layer is not None:
-            layers.add(self._backward_layer)
+        layers = {call.layer for call in self._running() if not call.is_in_groups}
         return {each[0] for layer in layers if (each := self._blocks_of_layer[layer])}
+
+    def _running(self) -> list[_Call]:
+        return [*self._calls, *([] if self._backward is None else [self._backward])]
 
     def _refuse_casts(self) -> None:
         dtype = torch.get_autocast_dtype(self.device.type)
@@ -276,7 +277,7 @@ class WeightRing(RingSchedule):
                         masters.in_file.let_go_of_pages()
                 self._forget_changed_on_host()
                 self.begin(trains=trains)
-                self.current = self._backward_layer = None
+                self.current = self._backward = None
                 self._settle()
                 self.ahead()
         except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
@@ -307,6 +308,8 @@ class WeightRing(RingSchedule):
             elif len(blocks) == 1:
                 self._forget_changed(blocks[0])
                 self._bring(blocks[0], goes_ahead=False)
+            else:
+                self._run_back(layer)
 
     def _run_back(self, layer: int | None) -> None:
         """Note that the backward of *layer* runs; None: that of one which is not streamed."""
@@ -314,13 +317,14 @@ class WeightRing(RingSchedule):
         if task != self._backward_task:
             self._backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if layer != self._backward_layer:
-            self._backward_layer = layer
+        if layer != (None if self._backward is None else self._backward.layer):
+            is_divided = layer is not None and len(self._blocks_of_layer[layer]) > 1
+            self._backward = None if layer is None else _Call(layer, is_in_groups=is_divided)
             self._settle()
 
     def _end_backward(self) -> None:
         with self._lock, unrecorded():
-            self._backward_layer, self._backward_task = None, NO_TASK
+            self._backward, self._backward_task = None, NO_TASK
             self._settle()
 
     def upload_ahead(self) -> None:
@@ -334,7 +338,7 @@ class WeightRing(RingSchedule):
         try:
             with self._lock, unrecorded():
                 self._calls.clear()
-                self._backward_layer = None
+                self._backward = None
                 self._settle()
                 self._places.clear()
                 for held in list(self.slots):
@@ -443,8 +447,7 @@ class WeightRing(RingSchedule):
             if goes_ahead:
                 self.ahead()
         if runs_back:
-            layer = self._layer_of[block]
-            self._run_back(layer if len(self._blocks_of_layer[layer]) == 1 else None)
+            self._run_back(self._layer_of[block])
         each.meet()
         return each
 
