@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,13 +181,8 @@ class RingOnModel:
 
         ring.add_place(weight.block, Place(module, name, is_meant, parameter_on_device))
         if packed.has_state:
-            place = Place(
-                module,
-                "state",
-                lambda found: found is not None,
-                state_on_device,
-                is_parameter=False,
-            )
+            is_there = functools.partial(operator.is_not, None)
+            place = Place(module, "state", is_there, state_on_device, is_parameter=False)
             ring.add_place(weight.block, place)
         self._readers.exchange(module, _QUANTISED, QuantisedForward(ring, weight.block))
 
