@@ -59,7 +59,6 @@ AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 STREAM_EMBEDDINGS_NAMES = ("auto", "on", "off")
 """Names that ``stream_embeddings`` takes."""
 
-STREAM_DTYPE_NAMES = ("stored", "compute")
 VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
 """Names that ``verify_recompute`` takes."""
 
@@ -292,16 +291,6 @@ class PyAOConfig:
         "needed are streamed, and none where everything fits. A number: so many layers stay on the "
         "device, spread over the depth; two more are there at a time. Bits do not change. The "
         "weights on the host count against {host_memory_gib}.",
-    )
-    stream_dtype: str = setting(
-        "stored",
-        Choice(STREAM_DTYPE_NAMES),
-        "In which dtype {stream_weights} uploads float32 weights. 'stored': as they are stored; "
-        "under autocast they are cast on the device. 'compute': in the dtype of autocast, from "
-        "copies on the host, which take half the bytes of the weights and count against "
-        "{host_memory_gib}: uploads and slots have half the bytes, and nothing is cast on the "
-        "device. Bits do not change. A weight that is read outside of autocast is copied from the "
-        "host each time, which is counted, and said once.",
     )
     stream_embeddings: str = setting(
         "auto",

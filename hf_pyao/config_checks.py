@@ -53,13 +53,6 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
                 "it.",
                 key="setting-without-effect",
             )
-    if values["stream_dtype"] != "stored" and values["stream_weights"] == "off":
-        raise ConfigError(
-            f"{label('stream_dtype')} is {values['stream_dtype']!r}, which has no effect while "
-            f"{label('stream_weights')} is 'off': give {label('stream_weights')}, such as 0, or "
-            "drop it.",
-            key="setting-without-effect",
-        )
     if values["stream_embeddings"] == "on" and values["stream_weights"] == "off":
         raise ConfigError(
             f"{label('stream_embeddings')} is 'on', which has no effect while "

@@ -248,8 +248,6 @@ WRITTEN_ELSEWHERE = {
     *((file, "report_extra") for file in ("auto/offloader.py", "hf/callback.py")),
     ("plan/documents/run.py", "report_extra"),
     # Objects of bitsandbytes, and fields of a dataclass, that have such attributes.
-    ("model/weights/quantised.py", "state"),
-    ("model/weights/quantised.py", "tensors"),
     ("model/head/lazy_outputs.py", "name"),
 }
 """Files that write an attribute of a class of another file all the same."""

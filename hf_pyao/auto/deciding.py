@@ -248,7 +248,6 @@ def _request(
         bound,
         stream_weights=streaming.num_resident if keeps_places else parts.streaming.value,
         ends_on_host=streaming.ends_leave,
-        converts_weights=parts.streaming.converts,
     )
 
 

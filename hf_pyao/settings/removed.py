@@ -55,6 +55,12 @@ REMOVED = (
         "1 before compiled layers run first: it holds for all of them, and plans heed it.",
     ),
     Removed(
+        "stream_dtype",
+        "0.2.0",
+        "Load the base model in autocast's dtype (from_pretrained(..., dtype=torch.bfloat16)): its "
+        "weights are uploaded as they are then, in as few bytes.",
+    ),
+    Removed(
         "head_loss",
         "0.2.0",
         "Choose 'chunked', which needs no further package, or 'off' beside Liger's own loss "
@@ -80,9 +86,9 @@ REMOVED_OPTIONS = (
 def removed(name: str, value: object) -> Removed | None:
     """Return the row of a setting that is given *value*; None if it is in force, or not given.
 
-    None and ``"off"`` ask for nothing: files of earlier versions have them.
+    None, ``"off"`` and ``"stored"`` ask for nothing: files of earlier versions have them.
     """
-    if value is None or value == "off":
+    if value in (None, "off", "stored"):
         return None
     found = (r for r in REMOVED if r.setting == name and r.value in (None, value))
     return next(found, None)

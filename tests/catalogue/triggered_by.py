@@ -38,7 +38,7 @@ TRIGGERED_BY = {
     "second-thread": "tests/engine/runtime/test_threads.py::test_a_second_thread_is_passed_over[settings0]",
     "sequence-parallel-untried": "tests/auto/effects/test_no_effect.py::test_ring_attention_is_said",
     "step-not-recorded": "tests/auto/recording/test_model_copy.py::test_what_cannot_be_recorded_says_why_and_trains_on",
-    "streamed-weight-cast": "tests/engine/weights/test_casts.py::test_all_ways_in_one_model_and_in_inference_mode",
+    "streamed-weight-cast": "tests/engine/weights/test_refilled_blocks.py::test_a_float32_base_under_autocast_is_refused_by_name",
     "streamed-weight-held": "tests/engine/weights/test_streaming.py::test_a_view_that_is_kept_on_ctx_keeps_its_bytes",
     "weights-keep-places": "tests/auto/test_auto_disk.py::test_auto_says_that_layers_keep_their_places",
     "weights-stay": "tests/auto/install/test_rearranged_streaming.py::test_what_the_host_has_no_room_for_stays",

@@ -15,6 +15,7 @@ from hf_pyao.auto.offloader import Offloader
 from tests.gpu.device import Device
 from tests.gpu.test_streamed_weights import frozen_bits, lora
 from tests.gpu.training import ARCHITECTURES, batch_of, train
+from tests.helpers.adapters import cast_base_
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def test_loss_gradients_and_rng_are_equal(
 
 def test_autocast_gives_the_same(gpu: Device) -> None:
     device_type = gpu.torch_device.type
-    model = lora("llama")
+    model = cast_base_(lora("llama"), torch.bfloat16)
     resident = copy.deepcopy(model).to(gpu.torch_device)
     with torch.autocast(device_type, torch.bfloat16):
         expected = train(resident, gpu)

@@ -63,7 +63,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "save_attention": (False, True),
     "attention_groups": ("off", "auto", 2),
     "stream_weights": ("off", "auto", 0, 8),
-    "stream_dtype": ("stored", "compute"),
     "stream_embeddings": ("auto", "on", "off"),
     "verify_recompute": ("auto", "always"),
     "disk_path": ("disk",),

@@ -21,7 +21,7 @@ from tests.helpers import (
     tiny_model,
     train,
 )
-from tests.helpers.adapters import tiny_lora, with_adapters
+from tests.helpers.adapters import cast_base_, tiny_lora, with_adapters
 
 STEPS = (*ACCUMULATING, *ACCUMULATING[:2])
 """Five steps, some of several micro-batches."""
@@ -54,6 +54,8 @@ def check(
     Returns:
         What was uploaded of embeddings and head.
     """
+    if autocast is not None:
+        cast_base_(model, autocast)
     ours = copy.deepcopy(model)
     head_loss = settings.get("head_loss", "off")
     plain = PyAOConfig(policy="off", head_loss=head_loss)
@@ -126,6 +128,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_with_adapters_on_them(name: str, autocast: Any, head_loss: str) -> None:
     model = with_adapters(tiny_model("llama"), **ADAPTERS[name])
+    if autocast is not None:
+        cast_base_(model, autocast)
     ours = copy.deepcopy(model)
     with attach(model, PyAOConfig(policy="off", head_loss=head_loss)):
         expected = train(model, STEPS, autocast=autocast)

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from tests.helpers import ACCUMULATING, assert_same_trajectory, tiny_model, train
+from tests.helpers import (
+    ACCUMULATING,
+    assert_same_tensors,
+    assert_same_trajectory,
+    gradients_of,
+    tiny_model,
+    train,
+)
 from tests.helpers.adapters import with_adapters
 from tests.helpers.quantised import KINDS, quantise_
 
@@ -106,3 +113,19 @@ def test_the_state_is_that_of_the_model(kind: str) -> None:
         assert state.keys() == before.keys()
         for name, value in before.items():
             assert torch.equal(state[name], value), name
+
+
+def test_training_after_an_evaluation_has_the_bits_of_training_alone() -> None:
+    """On some CPUs bitsandbytes packs weights anew for an evaluation: those of the device alone."""
+    model, plain = quantised_lora("nested nf4"), quantised_lora("nested nf4")
+    batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    with attach(model, PyAOConfig(stream_weights=0, policy="all")) as offloader:
+        for _ in range(2):
+            with torch.no_grad():
+                model.eval()(**batch)
+        for each in (model, plain):
+            torch.manual_seed(8)
+            each.train()(**batch).loss.backward()
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
+        on_device = offloader.weights.ring.on_device
+        assert min(block.num_holders for block in on_device) >= 0

@@ -14,7 +14,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.weights import expert_groups
 from tests.helpers import ACCUMULATING, assert_same_trajectory, train
-from tests.helpers.adapters import tiny_lora
+from tests.helpers.adapters import cast_base_, tiny_lora
 from tests.helpers.disks import on_disk, take_any_file_system
 
 STEPS = (*ACCUMULATING, *ACCUMULATING[:2])
@@ -27,6 +27,8 @@ def _any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(model: nn.Module, folder: Path, what: str, autocast: Any = None, **settings: Any) -> None:
+    if autocast is not None:
+        cast_base_(model, autocast)
     ours = copy.deepcopy(model)
     expected = train(model, STEPS, autocast=autocast)
     with attach(ours, PyAOConfig(**on_disk(ours, folder, **settings))) as offloader:
@@ -106,8 +108,3 @@ def test_groups_of_experts(experts: str, tmp_path: Path, monkeypatch: pytest.Mon
     adapters = {"target_modules": ["q_proj", "o_proj"]}
     model = tiny_lora("mixtral", adapters=adapters, experts_implementation=experts)
     check(model, tmp_path, experts, policy="all", share=0.9)
-
-
-def test_compute_dtype_for_those_on_the_host(tmp_path: Path) -> None:
-    model = tiny_lora("llama", num_hidden_layers=5)
-    check(model, tmp_path, "compute", torch.bfloat16, policy="all", stream_dtype="compute")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
-from hf_pyao.engine.weights.device_slots import DeviceSlots
+from hf_pyao.engine.zeroth_order.device_slots import DeviceSlots
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
 from tests.helpers import FunctionLayer, Stack

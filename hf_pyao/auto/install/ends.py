@@ -57,7 +57,7 @@ class HostEnds:
         self.source: WeightsOnDemand | None = None
         """What the model reads them from while it is installed."""
         self._counts = OnDemandFigures()
-        self._readers = WeightReaders(self.has)
+        self._readers = WeightReaders(self.has, device)
         self._compute_device = ComputeDevice(device)
 
     @property

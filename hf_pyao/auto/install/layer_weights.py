@@ -12,7 +12,6 @@ from torch import nn
 from hf_pyao.auto.install.weights_on_disk import WeightsOnDisk
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.read_ahead import ReadAhead
@@ -34,7 +33,6 @@ class LayerWeights:
         layers: all layers, with what of them can be streamed.
         link: transport and host memory.
         device: where compute runs.
-        converts: upload float32 weights in the dtype of autocast, from copies on the host.
         disk_path: where weights lie for which the host has no room; None: they are refused.
         disk_label: how messages call that setting.
 
@@ -49,7 +47,6 @@ class LayerWeights:
         link: LinkContext,
         device: torch.device,
         *,
-        converts: bool = False,
         disk_path: str | os.PathLike[str] | None = None,
         disk_label: str = "disk_path",
     ) -> None:
@@ -63,7 +60,6 @@ class LayerWeights:
         self._positions = {layer.fqn: position for position, layer in enumerate(layers)}
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
-        self._compute = ComputeDtype() if converts else None
         self._held: dict[int, Masters] = {}
 
     @property
@@ -106,14 +102,11 @@ class LayerWeights:
         found: list[Masters] = []
         for layer in sorted(streamed):
             tensors = layers[layer].tensors
-            is_for_disk = self._is_for_disk(layer)
             masters = Masters(
                 layers[layer].fqn,
                 tensors,
                 home=self._homes[layer],
-                convertible=() if is_for_disk else layers[layer].convertible,
-                compute=self._compute,
-                lie_in_order=is_for_disk,
+                lie_in_order=self._is_for_disk(layer),
             )
             held = self._held.get(layer)
             if held is not None and held.has(tensors):
@@ -140,7 +133,7 @@ class LayerWeights:
             return
         found = self.masters_of(layers, streamed)
         room = self.on_host.room_for([*found, *ends]) - sum(each.nbytes for each in ends)
-        self._on_disk.choose({self.position_of(m): m.all_nbytes for m in found}, room)
+        self._on_disk.choose({self.position_of(m): m.nbytes for m in found}, room)
 
     def check_room(self, label: str, found: Sequence[Masters], ends: Sequence[Masters]) -> None:
         """Refuse weights for which the host has no room, as :meth:`WeightsOnHost.check_room`."""

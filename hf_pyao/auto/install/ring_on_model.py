@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
+from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward, QuantisedForward
 from hf_pyao.auto.install.weight_readers import WeightReaders
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.masters import thawed_weight
+from hf_pyao.engine.weights.places import Place
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.model.weights.experts import ExpertsInGroups
 from hf_pyao.model.weights.flattened import FlattenedWeight
-from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
+from hf_pyao.model.weights.quantised import QuantisedWeight
 
 _LAYER = "_pyao_streamed_layer"
 _MODULE = "_pyao_streamed_module"
@@ -49,11 +52,15 @@ class RingOnModel:
         self._counts = counts
         self.ring: WeightRing | None = None
         """None while nothing is streamed."""
-        self._readers = WeightReaders(self.has)
+        self._in_parts: dict[int, FlattenedWeight] = {}
+        self._readers = WeightReaders(self.has, device)
 
     def has(self, parameter: object) -> bool:
         """Say whether *parameter* is streamed now."""
-        return self.ring is not None and self.ring.streams(parameter)
+        parts = self._in_parts.get(id(parameter))
+        if parts is not None and parts.ref() is parameter:
+            return True
+        return self.ring is not None and self.ring.weight_of(parameter) is not None
 
     def install(
         self,
@@ -82,27 +89,102 @@ class RingOnModel:
             of_layer[numbers[block.layer]].append(block.index)
         self.ring = ring = WeightRing(
             blocks,
+            [layer for _, layer in self._layers],
             of_layer,
             self._link,
             self._device,
-            read_groups=ExpertsInGroups,
             on_forward=on_forward,
             counts=self._counts,
             read_ahead=read_ahead,
         )
+        self._in_parts = {id(each.ref()): each for each in in_parts}
+        packed = {id(weight.parameter): weight for weight in quantised}
         for weight in quantised:
-            self._put_on_quantised(weight, ring)
-        for each in in_parts:
-            ring.read_in_parts(each.ref, [tensor for _, tensor in each.tensors], each.of)
-        self._readers.put_on(model, self.has, lambda _: ring)
+            weight.move_tables(self._device)
+            weight.follow()
+        self._readers.leave_on_host(model)
         for index, (_, ref) in enumerate(self._layers):
-            if (layer := ref()) is None:
-                continue
-            if len(of_layer[index]) > 1:
-                for module in layer.modules():
-                    if isinstance(module._parameters, StreamedTable):
-                        self._readers.exchange(module, _MODULE, ModuleForward(ring))
-            self._readers.exchange(layer, _LAYER, LayerForward(ring, index))
+            layer = ref()
+            for module in () if layer is None else layer.modules():
+                has_groups = False
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is None or not self.has(parameter):
+                        continue
+                    found = ring.weight_of(parameter)
+                    has_groups |= found is not None and bool(found.groups)
+                    self._add_places(ring, module, name, parameter, packed.get(id(parameter)))
+                if len(of_layer[index]) > 1 and any(map(self.has, module._parameters.values())):
+                    forward = ModuleForward(ring, index, has_groups=has_groups)
+                    self._readers.exchange(module, _MODULE, forward)
+            if layer is not None:
+                self._readers.exchange(layer, _LAYER, LayerForward(ring, index))
+
+    def _add_places(
+        self,
+        ring: WeightRing,
+        module: nn.Module,
+        name: str,
+        parameter: nn.Parameter,
+        packed: QuantisedWeight | None,
+    ) -> None:
+        """Have what *module* has as *name* exchanged while its layer runs."""
+        ref = weakref.ref(parameter)
+        weak = weakref.proxy(ring)
+
+        def is_meant(found: object) -> bool:
+            return found is ref()
+
+        weight = ring.weight_of(parameter)
+        if weight is not None and weight.groups:
+            make: Callable[[], Any] = functools.partial(ExpertsInGroups, weak, weight)
+            table = module._parameters
+
+            def is_shadowed(found: object) -> bool:
+                """The parameter stays in its table, for those who list the module's parameters."""
+                return found is None and table.get(name) is ref()
+
+            place = Place(module, name, is_shadowed, make, is_parameter=False)
+            ring.add_place(weight.block, place, is_of_groups=True)
+            return
+        parts = self._in_parts.get(id(parameter)) if weight is None else None
+        if parts is not None:
+            weights = [each for _, t in parts.tensors if (each := ring.weight_of(t)) is not None]
+            block = ring.on_device[weights[0].block]
+
+            def in_parts() -> torch.Tensor:
+                if parts.requires_grad:
+                    raise thawed_weight(weights[0].name.rpartition(".")[0])
+                return parts.of([block.plain(each) for each in weights])
+
+            ring.add_place(weights[0].block, Place(module, name, is_meant, in_parts))
+            return
+        assert weight is not None
+        block = ring.on_device[weight.block]
+        if packed is None:
+            make = functools.partial(block.weight, weight)
+            ring.add_place(weight.block, Place(module, name, is_meant, make))
+            return
+        scales = [each for _, t in packed.scales if (each := ring.weight_of(t)) is not None]
+        of_block = functools.partial(
+            block.once, packed, lambda: [block.plain(each) for each in (weight, *scales)]
+        )
+
+        def parameter_on_device() -> torch.Tensor:
+            made = block.once((packed, name), lambda: packed.on_device(*of_block()))
+            if made.untyped_storage()._cdata != block.key:  # bitsandbytes has packed it for a CPU
+                block.forget((packed, name))
+                return parameter_on_device()
+            return made
+
+        def state_on_device() -> object:
+            return packed.state_on_device(*of_block())
+
+        ring.add_place(weight.block, Place(module, name, is_meant, parameter_on_device))
+        if packed.has_state:
+            is_there = functools.partial(operator.is_not, None)
+            place = Place(module, "state", is_there, state_on_device, is_parameter=False)
+            ring.add_place(weight.block, place)
+        self._readers.exchange(module, _QUANTISED, QuantisedForward(ring, weight.block))
 
     def uninstall(self) -> None:
         """Let layers find their parameters as before. It may be called again."""
@@ -111,14 +193,4 @@ class RingOnModel:
             self.ring.figures()
             self.ring.stop()
             self.ring = None
-
-    def _put_on_quantised(self, weight: QuantisedWeight, ring: WeightRing) -> None:
-        """Let a linear layer of bitsandbytes run over its packed weight in a slot."""
-        weight.move_tables(self._device)
-        weight.follow()
-        module, parameter = weight.module, weight.parameter
-        streamed = ring.weight_of(parameter)
-        if module is not None and parameter is not None and streamed is not None:
-            forward = QuantisedForward(ring, weight)
-            streamed.is_read_as(weakly(forward.stand_in, None))
-            self._readers.exchange(module, _QUANTISED, forward)
+        self._in_parts = {}

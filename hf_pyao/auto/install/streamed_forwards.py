@@ -18,14 +18,19 @@ class ModuleForward(LeftBehind):
 
     Args:
         ring: what brings them.
+        layer: number of the layer.
+        has_groups: the module has experts in groups; False: other weights.
     """
 
-    def __init__(self, ring: WeightRing) -> None:
+    def __init__(self, ring: WeightRing, layer: int, *, has_groups: bool) -> None:
         self._ring = ring
+        self._layer = layer
+        self._has_groups = has_groups
 
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what the module's own forward returns."""
         with weights_kept_from_checkpoints(self._ring.find, type(module).__name__):
+            self._ring.begin_groups(self._layer, are_read=self._has_groups)
             return own(*args, **kwargs)
 
 
@@ -40,3 +45,15 @@ class LayerForward(LeftBehind):
         """Return what the layer's own forward returns."""
         with self._ring.inside(self._index):
             return own(*args, **kwargs)
+
+
+class QuantisedForward(LeftBehind):
+    """Runs a quantised linear layer, whose nodes of the graph keep its weight."""
+
+    def __init__(self, ring: WeightRing, block: int) -> None:
+        self._ring = ring
+        self._block = block
+
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
+        """Return what the module's own forward returns."""
+        return self._ring.holding(self._block, lambda: own(*args, **kwargs))

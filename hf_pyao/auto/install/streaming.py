@@ -39,8 +39,6 @@ class StreamingSettings:
     """``"off"``, ``"auto"``, or how many layers stay on the device."""
     label: str
     """How messages call the field."""
-    converts: bool = False
-    """Upload float32 weights in the dtype of autocast."""
     embeddings: str = "off"
     """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
     disk_path: str | os.PathLike[str] | None = None
@@ -54,7 +52,6 @@ class StreamingSettings:
         return cls(
             value=config.stream_weights,
             label=labels["stream_weights"],
-            converts=config.stream_dtype == "compute",
             embeddings=config.stream_embeddings,
             disk_path=config.disk_path,
             disk_label=config.label("disk_path"),
@@ -119,7 +116,6 @@ def streaming_of(
         label,
         link,
         device,
-        converts=settings.converts,
         ends_leave=ends_leave,
         ends_may_leave=settings.embeddings == settings.value == "auto",
         disk_path=settings.disk_path,

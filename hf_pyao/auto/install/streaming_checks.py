@@ -11,10 +11,10 @@ from torch import nn
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.stores.host_share import host_limit_bytes
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
-from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.weights.ends import Ends, ends_of
+from hf_pyao.model.weights.places import has_streamed
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
 from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, disk_share
@@ -57,12 +57,8 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     stay = resident_layers(len(layers), int(config.stream_weights))
     streamed = [layer for index, layer in enumerate(layers) if index not in stay]
     nbytes = sum(layer.nbytes for layer in streamed) + ends.nbytes
-    converted_bytes = 0
-    if config.stream_dtype == "compute":
-        converted_bytes = check_can_convert(streamed)
     if (shared := shared_weights_of(model)) is not None:
         nbytes = -(-nbytes // shared.num_processes)
-    nbytes += converted_bytes
     room = host_limit_bytes(config.host_memory_gib)
     if config.host_memory_gib is None:  # the share counts only memory that is not in use yet
         tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
@@ -97,24 +93,6 @@ def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLaye
         f"give {label}='off'.",
         key="nothing-to-stream",
     )
-
-
-def check_can_convert(layers: Sequence[StreamableLayer]) -> int:
-    """Return the host bytes of copies of the streamed *layers* in the dtype of autocast.
-
-    Raises:
-        ConfigError: they have no weights that autocast would cast.
-    """
-    nbytes = sum(layer.converted_nbytes for layer in layers)
-    if not nbytes and any(layer.nbytes for layer in layers):
-        dtypes = sorted({str(tensor.dtype) for layer in layers for _, tensor in layer.tensors})
-        raise ConfigError(
-            "stream_dtype is 'compute', and no streamed weight is a float32 matrix that is read "
-            f"under autocast alone (as it is not by DoRA): their dtypes are {', '.join(dtypes)}. "
-            "Give stream_dtype='stored'.",
-            key="setting-without-effect",
-        )
-    return nbytes
 
 
 def no_room(
@@ -158,7 +136,7 @@ def check_model(model: nn.Module, label: str) -> None:
             what = "is compiled: compiled code reads weights by itself"
         elif is_moved_by_accelerate(module):
             what = "has a device map: Accelerate moves its weights by itself"
-        elif isinstance(module._parameters, StreamedTable):
+        elif has_streamed(module):
             what = "is streamed already, by another offloader"
         if what:
             raise ConflictError(
@@ -203,11 +181,8 @@ def weights_on_host_bytes(model: nn.Module, config: PyAOConfig, room_bytes: floa
     layers = streamable_layers(model, found.layers)
     ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
     stay = resident_layers(len(layers), int(config.stream_weights))
-    converts = config.stream_dtype == "compute"
     sizes = [
-        layer.nbytes + (layer.converted_nbytes if converts else 0)
-        for number, layer in enumerate(layers)
-        if number not in stay and layer.nbytes
+        layer.nbytes for number, layer in enumerate(layers) if number not in stay and layer.nbytes
     ]
     share = NOTHING_ON_DISK
     if config.disk_path is not None:

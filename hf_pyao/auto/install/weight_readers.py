@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_pyao.engine.weights.tables import Source, put_on, take_off
@@ -19,16 +20,25 @@ class WeightReaders:
     Args:
         is_elsewhere: says of a parameter whether its weight is not on the device. ``to()`` and the
             like leave it where it is.
+        device: where compute reads the weights.
     """
 
-    def __init__(self, is_elsewhere: Callable[[object], bool]) -> None:
-        self._staying = StayingParameters(is_elsewhere)
+    def __init__(self, is_elsewhere: Callable[[object], bool], device: torch.device) -> None:
+        self._is_elsewhere = is_elsewhere
+        self._staying = StayingParameters(is_elsewhere, device)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._forwards: list[tuple[weakref.ref[nn.Module], str, Any]] = []
 
     def __bool__(self) -> bool:
         """Return whether any module reads weights elsewhere."""
         return bool(self._modules)
+
+    def leave_on_host(self, model: nn.Module) -> None:
+        """Have moves of *model* leave weights where they are that are elsewhere."""
+        for module in model.modules():
+            if any(map(self._is_elsewhere, list(module._parameters.values()))):
+                self._modules.append(weakref.ref(module))
+                self._staying.put_on(module)
 
     def put_on(
         self,

@@ -17,7 +17,6 @@ from hf_pyao.auto.install.ends import HostEnds
 from hf_pyao.auto.install.layer_weights import LayerWeights
 from hf_pyao.auto.install.ring_on_model import RingOnModel
 from hf_pyao.auto.install.streaming_checks import (
-    check_can_convert,
     check_model,
     nothing_frozen,
 )
@@ -57,7 +56,6 @@ class StreamedLayers:
         label: how messages call that setting.
         link: transport and host memory.
         device: where compute runs.
-        converts: upload float32 weights in the dtype of autocast, from copies on the host.
         ends_leave: the weights of embeddings and head are on the host, too.
         ends_may_leave: they may be put there later.
         disk_path: where weights lie for which the host has no room; None: they are refused.
@@ -77,7 +75,6 @@ class StreamedLayers:
         link: LinkContext,
         device: torch.device,
         *,
-        converts: bool = False,
         ends_leave: bool = False,
         ends_may_leave: bool = False,
         disk_path: str | os.PathLike[str] | None = None,
@@ -102,15 +99,12 @@ class StreamedLayers:
             layers,
             link,
             device,
-            converts=converts,
             disk_path=disk_path,
             disk_label=disk_label,
         )
         """Where the weights of layers are."""
         self._wanted: int | None = num_resident
         streamed = self._to_stream(layers, num_resident)
-        if converts:
-            check_can_convert([layers[number] for number in streamed])
         self.ends_leave = ends_leave
         """Whether embeddings and head are on the host, now or from :meth:`put_on` on."""
         self._ends = HostEnds(self.places.on_host, link, device)
@@ -133,11 +127,6 @@ class StreamedLayers:
     def ring(self) -> WeightRing | None:
         """What uploads the weights of layers; None while none are streamed."""
         return self._on_layers.ring
-
-    @property
-    def converted_nbytes(self) -> int:
-        """Bytes of their copies in the dtype of autocast."""
-        return sum(masters.all_nbytes - masters.nbytes for masters in self._masters)
 
     @property
     def num_layers(self) -> int:
@@ -410,9 +399,6 @@ class StreamedLayers:
         )
         if phrase := self.places.describe_disk(self._masters):
             sentence += f"; {phrase}"
-        if self.converted_nbytes:
-            more = self.converted_nbytes / GIB
-            sentence += f", uploaded in autocast's dtype from copies ({more:.2f} GiB more there)"
         num_groups = len(self.blocks) - len(self._masters)
         if num_groups:
             sentence += f", their experts in {num_groups} groups"

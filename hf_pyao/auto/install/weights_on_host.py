@@ -59,7 +59,6 @@ class WeightsOnHost:
         found = [*of_layers, *of_ends]
         room = self.room_for(found)
         needed = more_bytes + sum(map(self._counted_bytes, found))
-        needed += sum(each.all_nbytes - each.nbytes for each in found)
         if needed > room:
             raise no_room(
                 label,
@@ -110,22 +109,17 @@ class WeightsOnHost:
             if memory is None:
                 return False
             masters.move_to(memory, self._mapped_files.let_go)
-        converted = masters.converted
-        if converted is not None and converted.memory is None:
-            converted.take_memory(self._store.reserve(converted.nbytes, in_place_of_bytes=0))
-            if converted.memory is None:
-                self.give_back(masters)
-                return False
         return True
 
     def give_back(self, masters: Masters) -> None:
         """Count the memory of *masters* no longer, whoever still reads it."""
-        for memory in _memory_of(masters):
-            self._store.return_reserved(memory)
+        if masters.memory is not None:
+            self._store.return_reserved(masters.memory)
 
     def taken_bytes(self, found: Iterable[Masters]) -> int:
         """Return what *found* take of the store's capacity now."""
-        return sum(self._store.taken_bytes(each) for one in found for each in _memory_of(one))
+        memory = [each.memory for each in found if each.memory is not None]
+        return sum(map(self._store.taken_bytes, memory))
 
     def num_processes(self, found: Sequence[Masters]) -> int:
         """Return how many processes have one copy of the weights, this one included."""
@@ -168,9 +162,3 @@ class WeightsOnHost:
         if shared is None or self._file_of(masters) is None:
             return masters.nbytes
         return -(-masters.nbytes // shared.num_processes)
-
-
-def _memory_of(masters: Masters) -> list[torch.Tensor]:
-    """Return the host memory of weights, and of their copies in the dtype of autocast."""
-    copies = None if masters.converted is None else masters.converted.memory
-    return [memory for memory in (masters.memory, copies) if memory is not None]

@@ -31,7 +31,7 @@ from hf_pyao.auto.recording.sharded_copy import ShardedUnits
 from hf_pyao.auto.recording.zero_copy import ZeroCopy
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
-from hf_pyao.engine.weights.tables import compute_device, streamed_in
+from hf_pyao.model.weights.places import compute_device, streamed_in
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.text import describe_error

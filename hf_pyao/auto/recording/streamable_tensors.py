@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_pyao.engine.weights.converted import ITEMSIZE
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.ends import ends_of
 from hf_pyao.model.weights.streamable import streamable_layers
@@ -31,10 +30,7 @@ def streamable_tensors(model: nn.Module, found: FoundLayers) -> dict[int, Stream
         }
         for name, tensor in layer.tensors:
             number = numbers.get(name, 0)
-            converted = tensor.numel() * ITEMSIZE if name in layer.convertible else 0
-            tensors[id(tensor)] = Streamable(
-                number, tensor.shape[0] if number else 0, converted_nbytes=converted
-            )
+            tensors[id(tensor)] = Streamable(number, tensor.shape[0] if number else 0)
     ends = ends_of(model, found.layers)
     for _, parameter in ends.parameters:
         end = READ_WHOLE if id(parameter) in ends.projecting else READ_BY_ROWS

@@ -143,7 +143,7 @@ class VisitingWeights:
         if isinstance(self.visits, PackedVisits):
             self.visits.round_too(_packed_ids(model, layers, trained))
         self._states: list[torch.Tensor] = []
-        self._readers = WeightReaders(self.visits.streams)
+        self._readers = WeightReaders(self.visits.streams, device)
         self._compute_device = ComputeDevice(device)
 
     @property

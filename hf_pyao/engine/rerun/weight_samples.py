@@ -7,6 +7,7 @@ show it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,10 @@ from torch.nn import Parameter
 
 from hf_pyao.engine.transfer.layout import has_storage
 
-_NUM_ELEMENTS = 64
-"""Sampled of each weight, evenly spread."""
+_NUM_ELEMENTS = 256
+"""Sampled of each weight, spread over it."""
+_MOST_WHOLE = 4096
+"""Elements up to which all are compared."""
 _PLAIN = frozenset({Tensor, Parameter})
 
 
@@ -49,5 +52,20 @@ def _fills_its_bytes(tensor: Tensor) -> bool:
 
 
 def _view_of(weight: Tensor) -> Tensor:
-    step = max(1, weight.numel() // _NUM_ELEMENTS)
-    return weight.detach().as_strided((weight.numel(),), (1,))[::step]
+    """Return some elements of *weight*; all of them if they are few."""
+    flat = weight.detach().as_strided((weight.numel(),), (1,))
+    if weight.numel() <= _MOST_WHOLE:
+        return flat
+    return flat[_places_in(weight.numel()).to(weight.device)]
+
+
+@functools.lru_cache
+def _places_in(numel: int) -> Tensor:
+    """Return where elements are sampled: one at random of each of equal parts.
+
+    So no row, column or diagonal has all of them.
+    """
+    generator = torch.Generator().manual_seed(numel)
+    shares = torch.rand(_NUM_ELEMENTS, generator=generator, dtype=torch.float64)
+    starts = torch.arange(_NUM_ELEMENTS, dtype=torch.float64)
+    return ((starts + shares) * (numel / _NUM_ELEMENTS)).long().clamp_(max=numel - 1)

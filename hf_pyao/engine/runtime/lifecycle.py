@@ -430,8 +430,7 @@ class Lifecycle:
         """Return the shapes by which autocast copies of frozen weights are known."""
         if not torch._C._is_any_autocast_enabled():
             return None
-        weights = self.engine.weights
-        return FrozenShapes(module, self._sharding, None if weights is None else weights.streams)
+        return FrozenShapes(module, self._sharding)
 
     def _reason_not_traceable(self, module: nn.Module, is_compiling: bool) -> str | None:
         """Say why a layer's operations cannot be recorded for recomputation; None if they can."""

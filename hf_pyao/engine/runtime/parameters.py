@@ -9,7 +9,6 @@ are needed (a stored set of data pointers misses every one of them once FSDP2 ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -60,17 +59,10 @@ class FrozenShapes:
     after the layer was entered. An empty one (no layer, or no autocast) knows no casts.
     """
 
-    __slots__ = ("_is_known", "_layer", "_sharding", "_weights")
+    __slots__ = ("_layer", "_sharding", "_weights")
 
-    def __init__(
-        self,
-        layer: nn.Module | None = None,
-        sharding: Sharding | None = None,
-        is_known: Callable[[object], bool] | None = None,
-    ) -> None:
+    def __init__(self, layer: nn.Module | None = None, sharding: Sharding | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
-        self._is_known = is_known
-        """Says of a weight whether its casts are known without their shape."""
         self._sharding = sharding or NoSharding()
         self._weights: dict[torch.Size, set[tuple[torch.dtype, bool]]] | None = None
 
@@ -79,7 +71,7 @@ class FrozenShapes:
         if self._layer is None or tensor.requires_grad or not tensor.is_floating_point():
             return False
         if self._weights is None:
-            self._weights = _frozen_weights(self._layer(), self._sharding, self._is_known)
+            self._weights = _frozen_weights(self._layer(), self._sharding)
         base = tensor._base
         known = self._weights.get((tensor if base is None else base).shape, ())
         return any(
@@ -142,7 +134,7 @@ def _leads_to_parameter(node: torch.autograd.graph.Node, num_elements: int) -> b
 
 
 def _frozen_weights(
-    layer: nn.Module | None, sharding: Sharding, is_known: Callable[[object], bool] | None
+    layer: nn.Module | None, sharding: Sharding
 ) -> dict[torch.Size, set[tuple[torch.dtype, bool]]]:
     """Return the shapes of *layer*'s frozen weights -> dtype, and whether ``nn.Linear`` owns it.
 
@@ -154,8 +146,6 @@ def _frozen_weights(
         module = pending.pop()
         pending.extend(child for child in module._modules.values() if child is not None)
         for value in sharding.weights_of(module):
-            if is_known is not None and is_known(value):
-                continue
             if not value.requires_grad and value.dim() >= 2 and _is_parameter_or_view(value):
                 is_linear = isinstance(module, nn.Linear)
                 found.setdefault(value.shape, set()).add((value.dtype, is_linear))

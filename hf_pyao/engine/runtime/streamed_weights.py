@@ -1,6 +1,6 @@
 """What the runtime knows of streamed weights: how to tell one, and how to get it again.
 
-``hf_pyao.engine.weights`` implements it. A saved tensor that lies in a slot of the ring is replaced
+``hf_pyao.engine.weights`` implements it. A saved tensor that lies in a block is replaced
 by a handle: the graph holds no byte of a frozen weight after forward.
 """
 
@@ -19,10 +19,7 @@ class StreamedWeights(Protocol):
     """Weights that come to the device for as long as they are used."""
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Return what gives *tensor* again, if it is a view of a streamed weight, or of its cast.
-
-        None: it is neither.
-        """
+        """Return what gives *tensor* again, if it is a view of a streamed weight; else None."""
         ...
 
     def begin_forward(self, *, trains: bool) -> None:
@@ -37,16 +34,12 @@ class StreamedWeights(Protocol):
         """Have the weights of layer number *layer* on the device, whose backward begins."""
         ...
 
-    def streams(self, parameter: object) -> bool:
-        """Say whether *parameter* is streamed: then casts of it are known where they are made."""
-        ...
-
     def stalls_ms(self) -> tuple[float, float]:
         """Return how long forward and backward compute have waited for uploads, in ms."""
         ...
 
     def upload_ahead(self) -> None:
-        """Queue the upload of the weights that are used next, if a slot is free for them."""
+        """Queue the upload of the weights that are used next, if there is room for them."""
         ...
 
 
@@ -66,7 +59,7 @@ class StreamedTensor:
         self.call = call
 
     def give(self) -> torch.Tensor:
-        """Return the tensor, over the slot in which its weight is now."""
+        """Return the tensor, over its block, which is there again."""
         return self._give()
 
     def check_unmodified(self) -> None:

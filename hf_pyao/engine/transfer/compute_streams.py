@@ -12,8 +12,7 @@ WITHOUT_STREAMS = ("cpu", "meta")
 OTHER_STREAM = "saved on another stream"
 """Why a tensor stays on the device: its forward began on another compute stream."""
 
-_num_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 1)
-"""How many tensors and storage objects hold a storage; where torch does not tell: one."""
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 1)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
@@ -52,4 +51,9 @@ def lend(tensor: torch.Tensor, home: torch.Stream, visitor: torch.Stream) -> tor
 
 def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
     """Say whether anything but *storage*, a Python object, holds the memory that it stands for."""
-    return _num_holders(storage._cdata) > 1
+    return num_holders(storage) > 1
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and objects hold *storage*; where torch does not tell: one."""
+    return _use_count(storage._cdata)

@@ -8,14 +8,13 @@ experts. So a slot need not be as large as all experts of a layer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_pyao.engine.rerun.weight_samples import have_changed, samples_of
 from hf_pyao.engine.transfer.layout import has_storage, view_of_storage
-from hf_pyao.engine.weights.converted import ITEMSIZE, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.master import Master
 from hf_pyao.engine.weights.masters import Masters
@@ -45,20 +44,9 @@ class Weight:
         master: the whole parameter on the host.
         offset: first byte in the block's slot.
         experts: the first of the group, and the one behind its last; None for all.
-        converted: the copies that are uploaded in its place; None: it is uploaded as it is stored.
     """
 
-    __slots__ = (
-        "block",
-        "converted",
-        "experts",
-        "groups",
-        "master",
-        "nbytes",
-        "offset",
-        "size",
-        "stand_in",
-    )
+    __slots__ = ("block", "experts", "groups", "master", "nbytes", "offset", "size")
 
     def __init__(
         self,
@@ -66,47 +54,25 @@ class Weight:
         master: Master,
         offset: int,
         experts: tuple[int, int] | None = None,
-        converted: ConvertedWeights | None = None,
     ) -> None:
         self.block = block
         self.master = master
         self.offset = offset
         self.experts = experts
-        self.converted = converted
         self.size = master.size
-        self.nbytes = self._whole_nbytes
-        """Bytes in a slot."""
+        self.nbytes = master.nbytes
+        """Bytes on the device."""
         if experts is not None:
             num_experts = experts[1] - experts[0]
-            self.nbytes = self._whole_nbytes // master.size[0] * num_experts
+            self.nbytes = master.nbytes // master.size[0] * num_experts
             self.size = torch.Size((num_experts, *master.size[1:]))
         self.groups: tuple[Weight, ...] = ()
         """The groups that the parameter is divided into: this weight stands for all of them."""
-        self.stand_in: Callable[[], torch.Tensor | None] | None = None
-        """Returns what is read on the device in place of a parameter of a class of its own, or of
-        one that comes in groups."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameter's."""
         return self.master.dtype
-
-    @property
-    def slot_dtype(self) -> torch.dtype | None:
-        """That of its bytes in a slot; None: it is converted, and autocast was never on yet."""
-        return self.dtype if self.converted is None else self.converted.compute.dtype
-
-    @property
-    def _whole_nbytes(self) -> int:
-        """Bytes that all of the parameter would take in a slot."""
-        if self.converted is None:
-            return self.master.nbytes
-        return self.master.nbytes // self.dtype.itemsize * ITEMSIZE
-
-    @property
-    def is_castable(self) -> bool:
-        """True if autocast may cast it: it leaves integers and double precision alone."""
-        return self.dtype.is_floating_point and self.dtype != torch.float64
 
     @property
     def name(self) -> str:
@@ -117,11 +83,9 @@ class Weight:
     def first_byte(self) -> int:
         """Its first byte in the memory that its upload reads."""
         first = self.master.offset
-        if self.converted is not None:
-            first = self.converted.offsets[self.master.name]
         if self.experts is None:
             return first
-        return first + self.experts[0] * (self._whole_nbytes // self.master.size[0])
+        return first + self.experts[0] * (self.master.nbytes // self.master.size[0])
 
     def ref(self) -> torch.Tensor | None:
         """Return the parameter; None once it is gone."""
@@ -134,64 +98,33 @@ class Weight:
             return parameter
         return parameter.detach()[self.experts[0] : self.experts[1]]
 
-    def copy_on(
-        self, device: torch.device, size: Sequence[int], stride: Sequence[int], offset: int
-    ) -> torch.Tensor:
-        """Return a copy of a view of the weight, in its stored dtype, with the view's strides.
-
-        Args:
-            device: of the copy; the host waits for it.
-            size: shape of the view.
-            stride: in elements.
-            offset: elements from the weight's first one.
-        """
-        host = self.on_host()
-        assert host is not None, f"{self.name!r} is gone"
-        host = host.detach()
-        if host.stride() == self.master.stride:
-            view = host.as_strided(size, stride, int(host.storage_offset()) + offset)
-            copied = view.to(device, copy=True)
-            if copied.stride() == tuple(stride):
-                return copied
-        whole = torch.empty_strided(self.size, self.master.stride, dtype=self.dtype, device=device)
-        return whole.copy_(host).as_strided(size, stride, offset)
-
-    def is_read_as(self, stand_in: Callable[[], torch.Tensor | None]) -> None:
-        """Let :attr:`stand_in` be *stand_in*; None of it: the plain weight is read."""
-        self.stand_in = stand_in
-
-    def view_of(self, storage: torch.UntypedStorage, blank: torch.Tensor) -> torch.Tensor:
-        """View *storage*, which holds the block from byte 0, as this weight.
-
-        Args:
-            storage: the block's bytes.
-            blank: an empty tensor of :attr:`slot_dtype`, on the device of *storage*.
-        """
+    def view_of(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+        """View *storage* on *device*, which holds the block from byte 0, as this weight."""
+        blank = torch.empty(0, dtype=self.dtype, device=device)
         first = self.offset // blank.itemsize
         return view_of_storage(blank, storage, first, self.size, self.master.stride)
 
 
 class SavedWeight:
-    """A weight that autograd has saved, and its version at that time."""
+    """A weight that autograd has saved, and its version and address at that time."""
 
-    __slots__ = ("_version", "_weight")
+    __slots__ = ("_seen", "_weight")
 
     def __init__(self, weight: Weight) -> None:
-        parameter = weight.ref()
         self._weight = weight
-        self._version = None if parameter is None else parameter._version
+        self._seen = _marks_of(weight.ref())
 
     def check(self) -> None:
-        """Check that the weight was not changed in place since, as autograd does.
+        """Check that the weight was not changed since, in place or by other data.
 
         Raises:
             SavedTensorModifiedError: it was.
         """
         parameter = self._weight.ref()
-        if parameter is not None and parameter._version != self._version:
+        if parameter is not None and _marks_of(parameter) != self._seen:
             raise SavedTensorModifiedError(
-                f"{self._weight.name!r} was changed in place between forward and backward, and "
-                "backward needs it as it was. Change weights before forward, or after backward.",
+                f"{self._weight.name!r} was changed between forward and backward, and backward "
+                "needs it as it was. Change weights before forward, or after backward.",
                 key="streamed-weight-changed",
             )
 
@@ -214,16 +147,12 @@ class Block:
         self.index = index
         self.masters = masters
         self.layer = masters.layer
-        converted = masters.converted
-        if parts is None and converted is not None:  # those that lie together come together
-            names = converted.offsets
-            parts = [(m, None) for m in sorted(masters.masters, key=lambda m: m.name in names)]
         self._is_whole = parts is None
         if parts is None:
             self.weights = tuple(Weight(index, each, each.offset) for each in masters.masters)
             end = masters.nbytes
         else:
-            self.weights, end = _places_in_slot(index, parts, converted)
+            self.weights, end = _places_in_slot(index, parts)
         self.nbytes = end
         """Bytes that it takes of a slot."""
         self._by_offset = sorted(self.weights, key=lambda weight: weight.offset)
@@ -240,54 +169,39 @@ class Block:
 
         Weights that lie beside each other on the host are one piece.
         """
-        stored = self.masters.to_upload()
-        for start, source, nbytes, converted in self._ranges():
-            memory = stored if converted is None else converted.to_upload(self._own_memory())
+        memory = self.masters.to_upload()
+        for start, source, nbytes in self._ranges():
             yield start, memory[source : source + nbytes]
 
     def spans(self, most_bytes: int) -> list[Span]:
         """Return what is read of the file of its layer, *most_bytes* at a time."""
         return [
             span
-            for start, source, nbytes, _ in self._ranges()
+            for start, source, nbytes in self._ranges()
             for span in spans_of(source, nbytes, start, most_bytes)
         ]
 
-    def _ranges(self) -> Iterator[tuple[int, int, int, ConvertedWeights | None]]:
-        """Yield first byte in the slot and on the host, bytes, and the copies if these are read."""
+    def _ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield first byte on the device and on the host, and bytes, of what lies together."""
         if self._is_whole:
-            yield 0, 0, self.nbytes, None
+            yield 0, 0, self.nbytes
             return
         start = source = length = 0
-        copies: ConvertedWeights | None = None
         for weight in self.weights:
-            if weight.slot_dtype is None:
-                continue  # who reads it reads the host
-            is_beside = weight.first_byte - source == weight.offset - start
-            if is_beside and length and copies is weight.converted:
+            if length and weight.first_byte - source == weight.offset - start:
                 length = weight.offset - start + weight.nbytes
                 continue
             if length:
-                yield start, source, length, copies
+                yield start, source, length
             start, source, length = weight.offset, weight.first_byte, weight.nbytes
-            copies = weight.converted
         if length:
-            yield start, source, length, copies
-
-    def _own_memory(self) -> torch.Tensor:
-        assert self.memory is not None
-        return self.memory
+            yield start, source, length
 
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
         samples = [] if self.masters.in_file is not None else samples_of(tensors)
         self._seen = (_marks(tensors), samples)
-
-    def follow_changes(self) -> None:
-        """Have converted copies made anew if the weights were changed since they were uploaded."""
-        if self.masters.converted is not None and self.has_changed():
-            self.masters.may_have_changed()
 
     def has_changed(self) -> bool:
         """Say whether the weights on the host were changed since :meth:`note_content`.
@@ -343,21 +257,23 @@ class Block:
 
 
 def _marks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [_marks_of(each) for each in tensors]
+
+
+def _marks_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     """Return what changes if a parameter is changed in place, or is given other data."""
-    return [(each._version, each.data_ptr()) for each in tensors]
+    return (0, 0) if tensor is None else (tensor._version, tensor.data_ptr())
 
 
 def _places_in_slot(
     index: int,
     parts: Sequence[tuple[Master, tuple[int, int] | None]],
-    converted: ConvertedWeights | None,
 ) -> tuple[tuple[Weight, ...], int]:
     """Return the weights of a block one behind the other, and the bytes of that."""
     weights: list[Weight] = []
     end = 0
     for master, experts in parts:
-        is_converted = converted is not None and master.name in converted.offsets
-        weight = Weight(index, master, 0, experts, converted if is_converted else None)
+        weight = Weight(index, master, 0, experts)
         # The place within 512 bytes is that on the host: results depend on it.
         weight.offset = end + weight.first_byte % ALIGNMENT_BYTES
         weights.append(weight)
@@ -405,6 +321,6 @@ def weights_by_parameter(blocks: Sequence[Block]) -> dict[int, Weight]:
 def _whole(weights: Sequence[Weight]) -> Weight:
     if weights[0].experts is None:
         return weights[0]
-    whole = Weight(weights[0].block, weights[0].master, 0, converted=weights[0].converted)
+    whole = Weight(weights[0].block, weights[0].master, 0)
     whole.groups = tuple(weights)
     return whole

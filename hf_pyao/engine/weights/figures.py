@@ -18,17 +18,9 @@ class UploadFigures:
     uploaded_bytes: int = 0
     """Bytes that they copied."""
     num_left: int = 0
-    """Times that a slot's memory was left to someone who still held a view of it."""
+    """Times that a block's memory was left to someone who still held a view of it."""
     left_bytes: int = 0
     """Bytes of that memory, added up."""
-    num_stored_reads: int = 0
-    """Times that a weight which is uploaded in the dtype of autocast was read in its stored dtype,
-    and was copied from the host for that."""
-    stored_read_bytes: int = 0
-    """Bytes of these copies."""
-    changed_cast_bytes: int = 0
-    """Casts of weights that were changed in place and then saved, in all forwards; they are treated
-    as activations."""
     disk_read_bytes: int = 0
     """Bytes that were read from the disk and agreed with their checksums."""
     disk_read_ms: float = 0.0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_pyao.engine.stores.private_mapping import was_written
 from hf_pyao.engine.transfer.layout import byte_span, bytes_view
 
 ALIGNMENT_BYTES = 512
@@ -64,7 +65,6 @@ class HostBytes:
         self.memory: torch.Tensor | None = None
         """uint8, on the host; None until the weights are to be streamed from there."""
         self._twin: torch.Tensor | None = None
-        self._may_differ = False
 
     def stay(self, twin: torch.Tensor | None = None) -> None:
         """Leave the weights where they lie.
@@ -73,11 +73,7 @@ class HostBytes:
             twin: the bytes of their whole storage, as they were when the weights came there, for
                 uploads to read; None: uploads read the weights' own memory.
         """
-        self.memory, self._twin, self._may_differ = self.lies_in, twin, True
-
-    def may_have_changed(self) -> None:
-        """Note that the weights may hold something else than before."""
-        self._may_differ = True
+        self.memory, self._twin = self.lies_in, twin
 
     def to_upload(self) -> torch.Tensor:
         """Return the bytes that uploads read: uint8, of the size of :attr:`memory`."""
@@ -86,12 +82,19 @@ class HostBytes:
             return self.memory
         start = int(self.memory.storage_offset())
         same = self._twin[start : start + self.memory.numel()]
-        if self._may_differ and not torch.equal(same, self.memory):
+        if _may_differ(self.memory) and not torch.equal(same, self.memory):
             self._twin = None  # from now on the weights are this process's own
             return self.memory
-        self._may_differ = False
         return same
 
     def go_on_from(self, held: HostBytes) -> None:
         """Have the memory of *held*, which has the same weights."""
-        self.memory, self._twin, self._may_differ = held.memory, held._twin, True
+        self.memory, self._twin = held.memory, held._twin
+
+
+def _may_differ(memory: torch.Tensor) -> bool:
+    """Say whether this process may have written to a private mapping."""
+    try:
+        return was_written(memory)
+    except OSError:  # the kernel does not tell
+        return True

@@ -7,12 +7,11 @@ weights as before. The copy on the host is the only one that lasts: nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hf_pyao.engine.transfer.layout import view_of_storage
-from hf_pyao.engine.weights.converted import ComputeDtype, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import HostBytes, places_in_order, places_of
 from hf_pyao.engine.weights.master import Master
 from hf_pyao.engine.weights.on_disk import WeightsInFile
@@ -26,8 +25,6 @@ class Masters(HostBytes):
         layer: the layer's qualified name.
         parameters: name and parameter of each; frozen, dense, on any device.
         home: the device that they go back to; None: the one that each is on.
-        convertible: names of those that are uploaded in the dtype of *compute*.
-        compute: the dtype that autocast casts to; None: all are uploaded as they are stored.
         lie_in_order: the weights are to lie one behind the other, wherever they lie now: as a file
             has them.
     """
@@ -38,8 +35,6 @@ class Masters(HostBytes):
         parameters: Sequence[tuple[str, torch.Tensor]],
         *,
         home: torch.device | None = None,
-        convertible: Collection[str] = (),
-        compute: ComputeDtype | None = None,
         lie_in_order: bool = False,
     ) -> None:
         tensors = [tensor for _, tensor in parameters]
@@ -53,9 +48,6 @@ class Masters(HostBytes):
         )
         self.nbytes = nbytes
         """Bytes of host memory."""
-        chosen = [master for master in masters if master.name in convertible]
-        self.converted = ConvertedWeights(chosen, compute) if chosen and compute else None
-        """Copies that uploads read in place of the weights; None for none."""
         self.in_file: WeightsInFile | None = None
         """Where uploads read them, if that is a file; None: :attr:`memory`."""
         self.host_bytes_before = sum(
@@ -65,25 +57,11 @@ class Masters(HostBytes):
         )
         """Bytes that the parameters took on the host before they were moved here."""
 
-    @property
-    def all_nbytes(self) -> int:
-        """Bytes of host memory, those of converted copies included."""
-        return self.nbytes + (0 if self.converted is None else self.converted.nbytes)
-
-    def may_have_changed(self) -> None:
-        """Note that the weights may hold something else than before."""
-        super().may_have_changed()
-        if self.converted is not None:
-            self.converted.may_have_changed()
-
     def go_on_from(self, held: HostBytes) -> None:
         """Have the memory of *held*, which has the same weights."""
         super().go_on_from(held)
         assert isinstance(held, Masters)
         self.in_file = held.in_file
-        if self.converted is not None:
-            assert held.converted is not None
-            self.converted.go_on_from(held.converted)
 
     def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
         """Say whether these are the layer's weights, in this memory."""
@@ -178,6 +156,7 @@ class Masters(HostBytes):
             for master, parameter in self._living():
                 if master.home.type != "cpu" and parameter.untyped_storage()._cdata == key:
                     _exchange(master, parameter, parameter.detach().to(master.home))
+                    master.stand_for(None)  # graphs still read the memory
 
     def copies_on(self, device: torch.device) -> list[torch.Tensor]:
         """Return copies of the weights on *device*, for :meth:`leave_for`.

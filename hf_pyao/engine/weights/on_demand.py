@@ -32,11 +32,11 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
 from hf_pyao.engine.weights.checkpointed import weights_kept_from_graphs
-from hf_pyao.engine.weights.device_slots import DeviceSlots
+from hf_pyao.engine.weights.device_block import DeviceBlock
+from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 from hf_pyao.engine.weights.staging import Piece, Staging
 from hf_pyao.engine.weights.unrecorded import unrecorded
 
@@ -50,7 +50,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         """Forwards of the model, or of parts of it, that run."""
-        self.held: dict[int, SlotView] = {}
+        self.held: dict[int, DeviceWeight] = {}
         """Weights that are kept on the device over several reads, by the weight's id."""
         self.to_hold: frozenset[int] = frozenset()
         """Weights that are to be kept once they are read."""
@@ -80,7 +80,7 @@ class WeightsOnDemand:
         """What was counted so far; :meth:`figures` brings it up to date."""
         self._link = link
         self._weights: dict[int, Weight] = {}
-        self._slots: list[DeviceSlots] = []
+        self._on_device: list[DeviceBlock] = []
         self._transport = link.transport
         store: Store = link.tiers.stores[0]
         self._staging = Staging(store, link.transport)
@@ -96,8 +96,9 @@ class WeightsOnDemand:
         """Read these weights from now on; one of *masters* for each parameter, with its memory."""
         self.blocks = tuple(Block(index, each) for index, each in enumerate(masters))
         self.counts.pool_bytes = sum(each.nbytes for each in masters)
-        self._slots = [
-            DeviceSlots((each,), 1, self._link, self.device, self.counts) for each in self.blocks
+        self._on_device = [
+            DeviceBlock(each, self._link, self.device, self.counts, self._times)
+            for each in self.blocks
         ]
         self._weights = weights_by_parameter(self.blocks)
 
@@ -157,7 +158,9 @@ class WeightsOnDemand:
             here.to_hold = here.to_hold | wanted
             yield
         finally:
-            written = [v for key, v in here.held.items() if key not in before[1] and v.was_written]
+            written = [
+                v for key, v in here.held.items() if key not in before[1] and v.was_written()
+            ]
             here.to_hold, here.held = before
             if written:
                 raise lost_write(written[0].weight.name)
@@ -176,7 +179,7 @@ class WeightsOnDemand:
             return args[0]
         if function == _SET_DATA:
             raise lost_write(args[0].weight.name)
-        given: list[SlotView] = []
+        given: list[DeviceWeight] = []
 
         def on_device(stand_in: HostWeight) -> torch.Tensor:
             view = self._whole(stand_in.weight)
@@ -192,21 +195,17 @@ class WeightsOnDemand:
         with self._kept_from_graph(keys):
             args, kwargs = tree_map_only(HostWeight, on_device, (args, kwargs))
             result = function(*args, **kwargs)
-        if any(view.was_written for view in given):
+        if any(view.was_written() for view in given):
             raise lost_write(given[0].weight.name)
         return result
 
     def stop(self) -> None:
         """Let go of what is on the device. Graphs that hold handles upload their weights again."""
-        for slots in self._slots:
-            slots.release()
         self._staging.release()
 
     def figures(self) -> OnDemandFigures:
         """Return what was uploaded. Copies that still run are counted, and not yet timed."""
         self._transport.collect(self.counts, self._times)
-        for slots in self._slots:
-            slots.collect()
         return self.counts
 
     # ---- rows ----------------------------------------------------------------------------------
@@ -261,26 +260,19 @@ class WeightsOnDemand:
 
     # ---- whole weights -------------------------------------------------------------------------
 
-    def _whole(self, weight: Weight) -> SlotView:
+    def _whole(self, weight: Weight) -> DeviceWeight:
         """Upload *weight*; return it in memory that lives as long as someone holds it."""
         with self._lock, unrecorded():
-            slots, block = self._slots[weight.block], self.blocks[weight.block]
-            slot = slots[0]
+            there = self._on_device[weight.block]
             try:
-                slots.upload(0, slot)
-                slots.await_upload(slot)
-                assert slot.storage is not None
-                blank = torch.empty(0, dtype=weight.dtype, device=self.device)
-                plain = weight.view_of(slot.storage, blank)
-                for _, tensor in block.strays():
-                    plain.copy_(tensor.detach())
+                there.fill()
+                there.await_fill()
                 self.counts.num_uploads += 1
-                name = weight.name
-                return SlotView.over(plain, weight, functools.partial(_refuse_write, name))
+                return DeviceWeight.of(weight, there.storage, self.device)
             finally:
-                slots.release()
+                there.leave()
 
-    def _hold(self, weight: Weight) -> SlotView:
+    def _hold(self, weight: Weight) -> DeviceWeight:
         held = self._here.held
         view = held.get(id(weight))
         if view is None:
@@ -346,10 +338,6 @@ def _arguments_of_embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, SlotView) or not has_storage(tensor):
+    if type(tensor) not in (torch.Tensor, DeviceWeight) or not has_storage(tensor):
         return False
     return not (tensor.is_conj() or tensor.is_neg())
-
-
-def _refuse_write(name: str) -> None:
-    """Called before an assignment to ``data`` is refused: there is nothing to forget."""

@@ -1,64 +1,73 @@
-"""The ring: when blocks of streamed weights are uploaded, and what the engine tells of a step."""
+"""The ring: when blocks of streamed weights are on the device, and what the engine tells of a step.
+
+[Note: Pinned blocks]
+While the forward of a layer runs, and while its backward is the one that runs, its modules have
+tensors on the device in place of their parameters ([Note: Exchanged places]), and its block is not
+emptied. A call that has ended, by an error too, pins nothing. Where a layer has several blocks, its
+groups of experts come as they are read; its other weights are not pinned from then on, until a
+module that has some of them runs.
+
+[Note: Saved weights]
+A saved tensor that lies in a block is known by its storage, and becomes a block and a layout. In
+backward the block is filled again, and viewed in the same way.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
-from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
+from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.device_block import DeviceBlock, HeldByGraph
+from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.masters import thawed_weight
 from hf_pyao.engine.weights.on_disk import Span, WeightsInFile
+from hf_pyao.engine.weights.places import Place, keeper_of
 from hf_pyao.engine.weights.read_ahead import ReadAhead
-from hf_pyao.engine.weights.reads import WeightReads
 from hf_pyao.engine.weights.unrecorded import unrecorded
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, warn
+
+logger = logging.getLogger(__name__)
 
 _MOST_EXPECTED = 8
 """Uploads ahead of which blocks on a disk are looked for."""
+_PLAIN = frozenset({torch.Tensor, DeviceWeight})
 
 
-class _Here(threading.local):
-    """State of the calling thread."""
+class _Call:
+    """A forward of a layer that runs, or its backward."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        """Layers whose forward runs."""
-        self.stand_ins: dict[int, torch.Tensor] = {}
-        """What is read in place of weights, by the weight's id, while one operation runs."""
-
-
-@dataclass(frozen=True)
-class _InParts:
-    """A parameter that is made of streamed tensors."""
-
-    ref: Callable[[], torch.Tensor | None]
-    weights: tuple[Weight, ...]
-    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    def __init__(self, layer: int, *, is_in_groups: bool = False) -> None:
+        self.layer = layer
+        self.is_in_groups = is_in_groups
+        """Its experts run, of which groups are on the device one after another."""
 
 
-class WeightRing(WeightReads):
-    """Blocks that are streamed through slots on the device.
+class WeightRing(RingSchedule):
+    """Blocks that are on the device while they are used.
 
     Args:
         blocks: in forward order, with their memory.
+        layers: by number of the layer, its module, held weakly.
         blocks_of_layer: by number of the layer, its blocks; empty for a layer that stays.
         link: has the transport.
-        device: where the slots are.
-        num_slots: how many.
-        read_groups: makes what is read in place of a parameter that comes in groups of experts.
+        device: where compute runs.
+        num_slots: how many blocks are there at a time.
         on_forward: called as a forward begins.
         counts: what is counted further; None: anew.
         read_ahead: reads blocks that are on a disk; None: none are.
@@ -67,162 +76,281 @@ class WeightRing(WeightReads):
     def __init__(
         self,
         blocks: Sequence[Block],
+        layers: Sequence[weakref.ref[nn.Module]],
         blocks_of_layer: Sequence[Sequence[int]],
         link: LinkContext,
         device: torch.device,
         num_slots: int = NUM_SLOTS,
         on_forward: Callable[[], None] = lambda: None,
         counts: UploadFigures | None = None,
-        read_groups: Callable[[WeightRing, Weight], Any] | None = None,
         read_ahead: ReadAhead | None = None,
     ) -> None:
-        counts = UploadFigures() if counts is None else counts
-        slots = DeviceSlots(blocks, num_slots, link, device, counts, read_ahead)
-        super().__init__(blocks, slots, num_slots, device, counts)
-        self._on_forward = on_forward
-        self._read_groups = read_groups
-        self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
-        counts.pool_bytes = sum(m.all_nbytes for m in self._masters if m.in_file is None)
-        counts.staging_bytes = 0 if read_ahead is None else read_ahead.nbytes
-        self._read_ahead = read_ahead
-        self._counted_before = counts.num_uploads, counts.num_late_uploads
+        super().__init__(len(blocks), num_slots)
+        self.blocks = tuple(blocks)
+        self.device = device
+        self.counts = UploadFigures() if counts is None else counts
+        """What was counted so far."""
+        self.times = LinkTimes()
+        """What the uploads took, and compute's waits for them."""
+        self.on_device = tuple(
+            DeviceBlock(each, link, device, self.counts, self.times, read_ahead) for each in blocks
+        )
+        """By block, its side on the device."""
+        self._num_slots = num_slots
+        self._layers = tuple(layers)
         self._blocks_of_layer = tuple(blocks_of_layer)
+        self._layer_of = {n: layer for layer, each in enumerate(blocks_of_layer) for n in each}
+        self._on_forward = on_forward
+        self._transport = link.transport
+        self._read_ahead = read_ahead
+        self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
+        self.counts.pool_bytes = sum(m.nbytes for m in self._masters if m.in_file is None)
+        self.counts.staging_bytes = 0 if read_ahead is None else read_ahead.nbytes
+        self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
         self._weights = weights_by_parameter(blocks)
-        self._in_parts: dict[int, _InParts] = {}
-        """Parameters that are read as something made of streamed tensors, by ``id``."""
-        self._here = _Here()
-        self._current_slot: DeviceSlot | None = None
-        """That of the block in use."""
+        self._by_key = {each.key: each.block.index for each in self.on_device}
+        """By storage, the block."""
+        self._places: dict[tuple[int, bool], list[Place]] = {}
+        """By layer, and whether they are of experts in groups."""
+        self._exchanged: set[tuple[int, bool]] = set()
+        """Those that may have what is on the device."""
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._backward: _Call | None = None
+        """That of the layer whose backward runs; in groups where the layer has several blocks."""
+        self._backward_task = NO_TASK
         self._spans: dict[int, Sequence[Span]] = {}
         """By block, what is read of its file."""
-        converted = [each.converted for each in self._masters if each.converted is not None]
-        self._compute = converted[0].compute if converted else None
+        self._layouts = Layouts()
+        self._lock = threading.RLock()  # autograd runs a thread for each device
+        self._has_told_of_holders = False
+
+    def add_place(self, block: int, place: Place, *, is_of_groups: bool = False) -> None:
+        """Exchange *place* while the layer of *block* runs."""
+        self._places.setdefault((self._layer_of[block], is_of_groups), []).append(place)
 
     @property
     def slot_bytes(self) -> int:
-        """Size of each slot."""
-        return self._device_slots.nbytes
-
-    @property
-    def times(self) -> LinkTimes:
-        """What the uploads took, and compute's waits for them."""
-        return self._device_slots.times
-
-    # ---- what the model sees -------------------------------------------------------------------
-
-    def streams(self, parameter: object) -> bool:
-        """Say whether *parameter* is streamed: then casts of it are known where they are made."""
-        return self.weight_of(parameter) is not None or self._parts_of(parameter) is not None
-
-    def read_in_parts(
-        self,
-        ref: Callable[[], torch.Tensor | None],
-        tensors: Sequence[torch.Tensor],
-        make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-    ) -> None:
-        """Let modules read what *make* makes of the streamed *tensors*, in place of a parameter.
-
-        Args:
-            ref: returns the parameter; None once it is gone.
-            tensors: its parts on the host.
-            make: gets them on the device, in this order.
-        """
-        weights = [weight for each in tensors if (weight := self.weight_of(each)) is not None]
-        self._in_parts[id(ref())] = _InParts(ref, tuple(weights), make)
-
-    def _parts_of(self, parameter: object) -> _InParts | None:
-        parts = self._in_parts.get(id(parameter))
-        return parts if parts is not None and parts.ref() is parameter else None
+        """Size of the largest block."""
+        return max((block.nbytes for block in self.blocks), default=0)
 
     def weight_of(self, parameter: object) -> Weight | None:
         """Return what is streamed of *parameter*; None if nothing is."""
         weight = self._weights.get(id(parameter))
         return weight if weight is not None and weight.ref() is parameter else None
 
-    def read(self, parameter: Parameter | None) -> torch.Tensor | None:
-        """Return what a module's attribute gives where *parameter* is in its table.
+    # ---- layers that run -----------------------------------------------------------------------
 
-        Inside of a layer's forward, and in backward: the weight on the device. Elsewhere the
-        parameter itself; who asks for it may change it, so that its block is uploaded again.
-        """
-        weight = self.weight_of(parameter)
-        if weight is None:
-            parts = self._parts_of(parameter) if self._in_parts else None
-            return parameter if parts is None else self._read_parts(parts, parameter)
-        stand_ins = self._here.stand_ins
-        if stand_ins and id(weight) in stand_ins:
-            return stand_ins[id(weight)]
-        if self._is_used_here:
-            if weight.groups:
-                assert self._read_groups is not None
-                return self._read_groups(self, weight)  # type: ignore[no-any-return]
-            stand_in = None if weight.stand_in is None else weight.stand_in()
-            return self.given(weight) if stand_in is None else stand_in
-        with self._lock:
-            for part in weight.groups or (weight,):
-                self.forget(part.block)
-                if (in_file := self.blocks[part.block].masters.in_file) is not None:
-                    in_file.note_reader()
-        return parameter
-
-    def _read_parts(self, parts: _InParts, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        if self._is_used_here:
-            if parameter is not None and parameter.requires_grad:
-                raise thawed_weight(parts.weights[0].name.rpartition(".")[0])
-            return parts.make([self.castable(weight) for weight in parts.weights])
-        with self._lock:
-            for weight in parts.weights:
-                self.forget(weight.block)
-        return parameter
-
-    @property
-    def _is_used_here(self) -> bool:
-        """True while the forward of a layer, or a backward pass, runs on this thread."""
-        return bool(self._here.depth) or current_graph_task() != NO_TASK
-
-    def tensor_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the streamed *tensor* on the device, as :meth:`read` does; None elsewhere."""
-        weight = self.weight_of(tensor)
-        return self.tensor_of(weight) if weight is not None and self._is_used_here else None
-
-    @contextlib.contextmanager
-    def standing_in(self, parameter: object, stand_in: torch.Tensor) -> Iterator[None]:
-        """Let the operation that runs read *stand_in* in place of *parameter*."""
-        weight = self.weight_of(parameter)
-        stand_ins = self._here.stand_ins
-        stand_ins[id(weight)] = stand_in
-        try:
-            yield
-        finally:
-            stand_ins.pop(id(weight), None)
-
-    @contextlib.contextmanager
+    @contextmanager
     def inside(self, layer: int) -> Iterator[None]:
-        """Have layer number *layer* find its weights on the device while its forward runs."""
-        here, has_gradients = self._here, torch.is_grad_enabled()
-        here.depth += 1
+        """Have layer number *layer* find its weights on the device while its forward runs.
+
+        Raises:
+            ConflictError: the layer has written into one of them.
+        """
+        call, has_gradients = _Call(layer), torch.is_grad_enabled()
         try:
             with self._lock, unrecorded():
-                self._note_autocast()
-                self._arrive(self._blocks_of_layer[layer][:1])
+                blocks = self._blocks_of_layer[layer]
+                if blocks:
+                    first = self.blocks[blocks[0]]
+                    if current_graph_task() == NO_TASK:
+                        first.masters.refuse_thawed()
+                    self._forget_changed(blocks[0])
+                    self._calls.add(call)
+                    self._bring(blocks[0], goes_ahead=False)
+                else:
+                    self.leave(in_backward=current_graph_task() != NO_TASK)
+                self._settle()
                 self.ahead()
             yield
+            self._end(call)
+        except BaseException as error:  # an interrupt, it may be, as grad mode was being exchanged
+            if not isinstance(error, GeneratorExit):  # then this was left behind, and ends now
+                torch.set_grad_enabled(has_gradients)
+            self._end(call)
+            raise
+
+    def _end(self, call: _Call) -> None:
+        with self._lock, unrecorded():
+            self._calls.discard(call)
+            self._settle()
+
+    def begin_groups(self, layer: int, *, are_read: bool) -> None:
+        """Note what layer number *layer*, of several blocks, reads from here on.
+
+        Args:
+            layer: whose forward runs.
+            are_read: its experts in groups: its other weights may leave meanwhile. False: those,
+                which come back.
+        """
+        calls = [call for call in self._running() if call.layer == layer]
+        if all(call.is_in_groups == are_read for call in calls):
+            return
+        with self._lock, unrecorded():
+            for call in calls:
+                call.is_in_groups = are_read
+            if not are_read:
+                self._bring(self._blocks_of_layer[layer][0])
+            self._settle()
+
+    def _settle(self) -> None:
+        """Exchange the places of layers that run, and only of these; see [Note: Pinned blocks].
+
+        Raises:
+            ConflictError: a layer has written into a weight.
+        """
+        running = self._running()
+        wanted = {(call.layer, True) for call in running}
+        wanted |= {(call.layer, False) for call in running if not call.is_in_groups}
+        for key in self._exchanged - wanted:
+            self._take_out(key)
+        for key in wanted - self._exchanged:
+            self._exchanged.add(key)
+            for place in self._places.get(key, ()):
+                place.put_in()
+        while len(self.slots) > self._num_slots:
+            spare = [each for each in self.slots if each is None or each not in self._pinned()]
+            if not spare:
+                return
+            self.slots.remove(spare[0])
+            if spare[0] is not None:
+                self._empty(self.on_device[spare[0]])
+
+    def _take_out(self, key: tuple[int, bool]) -> None:
+        for place in self._places.get(key, ()):
+            place.take_out()
+        self._exchanged.discard(key)
+        for block in self._blocks_of_layer[key[0]]:
+            self._take_back(self.on_device[block])
+
+    def _take_back(self, each: DeviceBlock) -> None:
+        """Take back what modules were given of a block.
+
+        Raises:
+            ConflictError: a layer has written into a weight.
+        """
+        if (written := each.take_back()) is not None:
+            self.forget(each.block.index)
+            error = lost_write(written)
+            if sys.exc_info()[0] is None:
+                raise error
+            warn(logger, "streamed-weight-changed", "%s", error, level=logging.ERROR)
+
+    def _pinned(self) -> set[int]:
+        """Return the blocks that are not emptied now."""
+        layers = {call.layer for call in self._running() if not call.is_in_groups}
+        return {each[0] for layer in layers if (each := self._blocks_of_layer[layer])}
+
+    def _running(self) -> list[_Call]:
+        return [*self._calls, *([] if self._backward is None else [self._backward])]
+
+    def _refuse_casts(self) -> None:
+        dtype = torch.get_autocast_dtype(self.device.type)
+        for weight in (each for block in self.blocks for each in block.weights):
+            is_cast = weight.dtype.is_floating_point and weight.dtype != dtype
+            if is_cast and isinstance(weight.ref(), Parameter):
+                raise ConflictError(
+                    f"{weight.name!r} is {weight.dtype} and streamed, and autocast would cast it "
+                    f"to {dtype} each time that it is read. Load the base model in autocast's "
+                    "dtype (dtype=...), or give stream_weights='off'.",
+                    key="streamed-weight-cast",
+                )
+
+    # ---- what the engine tells -----------------------------------------------------------------
+
+    def begin_forward(self, *, trains: bool) -> None:
+        """Begin a forward, and let the first blocks come.
+
+        Raises:
+            ConflictError: a streamed weight requires gradients by now, or autocast would cast one.
+        """
+        has_gradients = torch.is_grad_enabled()
+        try:
+            with self._lock, unrecorded():
+                self._on_forward()
+                self._collect()
+                if trains and torch.is_autocast_enabled(self.device.type):
+                    self._refuse_casts()
+                for masters in self._masters:
+                    masters.refuse_thawed()
+                    if masters.in_file is not None:
+                        masters.in_file.let_go_of_pages()
+                self._forget_changed_on_host()
+                self.begin(trains=trains)
+                self.current = self._backward = None
+                self._settle()
+                self.ahead()
         except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
             torch.set_grad_enabled(has_gradients)
             raise
-        finally:
-            here.depth -= 1
+
+    def refuse_compiled(self) -> None:
+        """Refuse to go on in compiled code, which reads weights by itself.
+
+        Raises:
+            ConflictError: always.
+        """
+        raise compiled_by_now("the model, or a layer of it,")
+
+    def begin_backward(self, layer: int) -> None:
+        """Bring the block of layer number *layer*, whose backward begins.
+
+        What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it. Of
+        several blocks each comes when it is read, and ahead of that by the order of the schedule.
+        """
+        with self._lock, unrecorded():
+            if not self._has_run_back:
+                self._forget_changed_on_host()
+            blocks = self._blocks_of_layer[layer]
+            if not blocks:
+                self.leave(in_backward=True)
+                self._run_back(None)
+            elif len(blocks) == 1:
+                self._forget_changed(blocks[0])
+                self._bring(blocks[0], goes_ahead=False)
+            else:
+                self._run_back(layer)
+
+    def _run_back(self, layer: int | None) -> None:
+        """Note that the backward of *layer* runs; None: that of one which is not streamed."""
+        task = current_graph_task()
+        if task != self._backward_task:
+            self._backward_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if layer != (None if self._backward is None else self._backward.layer):
+            is_divided = layer is not None and len(self._blocks_of_layer[layer]) > 1
+            self._backward = None if layer is None else _Call(layer, is_in_groups=is_divided)
+            self._settle()
+
+    def _end_backward(self) -> None:
+        with self._lock, unrecorded():
+            self._backward, self._backward_task = None, NO_TASK
+            self._settle()
+
+    def upload_ahead(self) -> None:
+        """Upload what is used next."""
+        with self._lock, unrecorded():
+            self.ahead()
 
     def stop(self) -> None:
-        """Let go of the slots. Graphs that still hold handles bring their blocks again."""
-        with self._lock:
-            for block in list(self.slots):
-                if block is not None:
-                    self.forget(block)
-            self._current_slot = None
-            self._device_slots.release()
-            if self._read_ahead is not None:
-                self._read_ahead.release()
+        """Let go of the device's memory. Graphs that hold handles bring their blocks again."""
+        has_gradients = torch.is_grad_enabled()
+        try:
+            with self._lock, unrecorded():
+                self._calls.clear()
+                self._backward = None
+                self._settle()
+                self._places.clear()
+                for held in list(self.slots):
+                    if held is not None:
+                        self.forget(held)
+                for each in self.on_device:
+                    self._empty(each, refuses=False)
+                if self._read_ahead is not None:
+                    self._read_ahead.release()
+        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
+            torch.set_grad_enabled(has_gradients)
+            raise
 
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
@@ -230,53 +358,103 @@ class WeightRing(WeightReads):
         num_before, num_late_before = self._counted_before
         counts.num_uploads = num_before + self.num_uploads
         counts.num_late_uploads = num_late_before + self.num_late_uploads
-        self._device_slots.collect()
+        self._collect()
         return counts
 
-    # ---- what the engine asks ------------------------------------------------------------------
+    def stalls_ms(self) -> tuple[float, float]:
+        """Return how long forward and backward compute have waited for uploads, in ms."""
+        counts = self.figures()
+        return counts.stall_forward_ms, counts.stall_backward_ms
 
-    def begin_forward(self, *, trains: bool) -> None:
-        """Begin a forward, and let the first blocks come.
+    def _collect(self) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead.note_reads()
+        self._transport.collect(self.counts, self.times)
 
-        Raises:
-            ConflictError: a streamed weight requires gradients by now.
-        """
-        has_gradients = torch.is_grad_enabled()
-        try:
-            self._begin_forward(trains)
-        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
-            torch.set_grad_enabled(has_gradients)
-            raise
+    # ---- uploads -------------------------------------------------------------------------------
 
-    def _begin_forward(self, trains: bool) -> None:
-        with self._lock, unrecorded():
-            self._on_forward()
-            self._note_autocast()
-            self._device_slots.collect()
-            for masters in self._masters:
-                masters.refuse_thawed()
-                if masters.in_file is not None:
-                    masters.in_file.let_go_of_pages()
-            self._forget_changed_on_host()
-            self.begin(trains=trains)
-            self.current = None
-            self.ahead()
+    def use(self, block: int, *, in_backward: bool) -> int:
+        """Have *block* in a slot; where all slots have blocks that are pinned, in one more."""
+        if block not in self.slots and self._pinned().issuperset(self.slots):
+            self.slots.append(None)
+        return super().use(block, in_backward=in_backward)
 
-    def _note_autocast(self) -> None:
-        """Let converted weights be uploaded from the first layer under autocast on."""
-        compute = self._compute
-        if compute is None or compute.dtype is not None:
+    def _latest(self, sooner: Sequence[int]) -> int | None:
+        return super()._latest([*sooner, *self._pinned()])
+
+    def upload(self, block: int, slot: int) -> None:
+        """Queue the fill of *block*, once all have left that are in no slot."""
+        for each in self.on_device:
+            number = each.block.index
+            if each.is_full and number not in self.slots and number not in (block, self.current):
+                self._empty(each)
+        self.on_device[block].fill()
+
+    def _empty(self, each: DeviceBlock, *, refuses: bool = True) -> None:
+        if not each.is_full:
             return
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind) and compute.note(torch.get_autocast_dtype(kind)):
-            for held in list(self.slots):
-                if held is not None:
-                    self.forget(held)
+        self._take_back(each)
+        key, nbytes = each.key, each.block.nbytes
+        if each.empty():
+            return
+        del self._by_key[key]
+        self._by_key[each.key] = each.block.index
+        layer = self._layers[self._layer_of[each.block.index]]()
+        if refuses and layer is not None and (path := keeper_of(layer, key)):
+            raise ConflictError(
+                f"layer {each.block.layer!r} keeps a view of a frozen weight as {path!r}, and its "
+                "weights are streamed: the view would not follow changes of the weight. Make it "
+                "anew in each forward, or give stream_weights='off'.",
+                key="streamed-weight-held",
+            )
+        self.counts.num_left += 1
+        self.counts.left_bytes += nbytes
+        if not self._has_told_of_holders:
+            self._has_told_of_holders = True
+            warn(
+                logger,
+                "streamed-weight-held",
+                "someone holds frozen weights longer than layer %r runs, as an autograd function "
+                "does that keeps them on `ctx`: these %.3f GiB stay on the device until they are "
+                "let go.",
+                each.block.layer,
+                nbytes / 2**30,
+            )
 
-    def forget(self, block: int) -> None:
-        """Bring *block* again where it is used next: the host's bytes may have changed."""
-        self.blocks[block].masters.may_have_changed()
-        super().forget(block)
+    def _forget_changed_on_host(self) -> None:
+        """Have what is on the device brought again if it is not what the host has by now."""
+        for held in list(self.slots):
+            if held is not None and self.blocks[held].has_changed():
+                self.forget(held)
+
+    def _forget_changed(self, block: int) -> None:
+        if block in self.slots and self.blocks[block].has_new_marks():
+            self.forget(block)
+
+    def _bring(self, block: int, *, goes_ahead: bool = True) -> DeviceBlock:
+        """Have *block* on the device, and the current stream ordered behind its fill."""
+        each = self.on_device[block]
+        runs_back = current_graph_task() != NO_TASK
+        if not (block == self.current and block in self.slots and each.is_here):
+            self._forget_changed(block)
+            self.use(block, in_backward=runs_back)
+            if not each.is_here:
+                try:
+                    each.await_fill()
+                except BaseException:
+                    super().forget(block)  # it is brought again where it is used next
+                    raise
+            if goes_ahead:
+                self.ahead()
+        if runs_back:
+            self._run_back(self._layer_of[block])
+        each.meet()
+        return each
+
+    def tensor_of(self, weight: Weight) -> torch.Tensor:
+        """Return *weight* on the device, ready for compute on the current stream."""
+        with self._lock, unrecorded():
+            return self._bring(weight.block).weight(weight)
 
     def ahead(self) -> None:
         """Upload what is used next, and read ahead what is uploaded after that."""
@@ -306,102 +484,42 @@ class WeightRing(WeightReads):
             spans = self._spans[block] = self.blocks[block].spans(piece_bytes)
         return spans
 
-    def refuse_compiled(self) -> None:
-        """Refuse to go on in compiled code, which reads weights by itself.
+    # ---- what graphs hold ----------------------------------------------------------------------
 
-        Raises:
-            ConflictError: always.
-        """
-        raise compiled_by_now("the model, or a layer of it,")
-
-    def begin_backward(self, layer: int) -> None:
-        """Bring the block of layer number *layer*, whose backward begins.
-
-        What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it. Of
-        several blocks each comes when it is read, and ahead of that by the order of the schedule.
-        """
-        with self._lock, unrecorded():
-            if not self._has_run_back:
-                self._forget_changed_on_host()
-            blocks = self._blocks_of_layer[layer]
-            if len(blocks) <= 1:
-                self._arrive(blocks)
-
-    def stalls_ms(self) -> tuple[float, float]:
-        """Return how long forward and backward compute have waited for uploads, in ms."""
-        counts = self.figures()
-        return counts.stall_forward_ms, counts.stall_backward_ms
-
-    def upload_ahead(self) -> None:
-        """Upload what is used next."""
-        with self._lock, unrecorded():
-            self.ahead()
-
-    # ---- uploads -------------------------------------------------------------------------------
-
-    def upload(self, block: int, slot: int) -> None:
-        """Queue the copy of *block* into *slot*; see [Note: Slots]."""
-        place = self._device_slots[slot]
-        if place is self._current_slot:
-            self._current_slot = None
-        self._device_slots.upload(block, place)
-
-    def _refuse_write(self, slot: weakref.ref[DeviceSlot], block: int) -> None:
-        """Forget what a layer has written into, which is about to be told."""
-        with self._lock:
-            self.forget(block)
-            if (place := slot()) is not None:
-                place.let_go_of_views()
-
-    def _arrive(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            if current_graph_task() == NO_TASK:
-                self.blocks[blocks[0]].masters.refuse_thawed()
-            self._forget_changed(blocks[0])
-            self._bring(blocks[0], goes_ahead=False)
-        else:
-            self.leave(in_backward=current_graph_task() != NO_TASK)
-
-    def _forget_changed_on_host(self) -> None:
-        """Have what is in the slots brought again if it is not what the host has by now."""
-        for held in list(self.slots):
-            if held is not None and self.blocks[held].has_changed():
-                self.forget(held)
-
-    def _forget_changed(self, block: int) -> None:
-        if block in self.slots and self.blocks[block].has_new_marks():
-            self.forget(block)
-
-    def _bring(self, block: int, *, goes_ahead: bool = True) -> DeviceSlot:
-        """Have *block* in a slot, and compute ordered behind its upload; return the slot."""
-        if block == self.current and block in self.slots:
-            slot = self._device_slots[self.slots.index(block)]
-            if slot.is_here:
-                return slot
-        self._forget_changed(block)
-        slot = self._device_slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
-        if not slot.is_here:
-            try:
-                self._device_slots.await_upload(slot)
-            except BaseException:
-                super().forget(block)  # it is brought again where it is used next
-                raise
-            for weight, tensor in self.blocks[block].strays():
-                assert slot.storage is not None
-                if weight.slot_dtype is not None:
-                    plain = weight.view_of(slot.storage, self._blank(weight.slot_dtype))
-                    plain.copy_(tensor.detach())
-        self._current_slot = slot
-        if goes_ahead:
-            self.ahead()
-        return slot
-
-    def _slot_in_use(self, block: int) -> DeviceSlot | None:
-        """Return the slot of *block* if it is in use, and the current stream its home's."""
-        slot = self._current_slot
-        if slot is None or self.current != block:
+    def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return what gives *tensor* again, if it lies in a block; else None."""
+        if type(tensor) not in _PLAIN or not has_storage(tensor):
             return None
-        return slot if slot.is_at_home else None
+        number = self._by_key.get(tensor.untyped_storage()._cdata)
+        if number is None or tensor.is_conj() or tensor.is_neg():
+            return None  # what a layout does not tell holds the memory itself
+        weight = self.blocks[number].weight_at(int(tensor.storage_offset()) * tensor.itemsize)
+        layout, saved = self._layouts.of(tensor), SavedWeight(weight)
+        return functools.partial(self._view_again, number, layout, saved)
+
+    def _view_again(self, block: int, layout: TensorLayout, saved: SavedWeight) -> torch.Tensor:
+        saved.check()
+        each = self.on_device[block]
+        if block == self.current and block in self.slots and each.is_here and each.is_at_home:
+            return layout.view_of(each.storage, 0)
+        with self._lock, unrecorded():
+            return layout.view_of(self._bring(block).storage, 0)
+
+    def holding(self, block: int, run: Callable[[], Any]) -> Any:
+        """Return what *run* returns; nodes of its graph may hold views of *block*."""
+        each = self.on_device[block]
+        before = each.num_holders
+        output = run()
+        number = each.num_holders - before
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            held = HeldByGraph(number, functools.partial(self._fill_for_graph, block))
+            each.note_graph(held)
+            output.grad_fn.register_prehook(held)
+        return output
+
+    def _fill_for_graph(self, block: int) -> None:
+        with self._lock, unrecorded():
+            self._bring(block)
 
 
 def compiled_by_now(what: str) -> ConflictError:

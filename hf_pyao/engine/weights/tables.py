@@ -1,13 +1,12 @@
-"""The parameter table of a module whose weights are streamed.
+"""The parameter table of a module whose weights are read where a source says.
 
 [Note: Tables]
-``nn.Module`` finds parameters in ``_parameters``. In a module that owns streamed weights this table
-is a dictionary of the same content, whose *look-up* of one name gives the weight on the device
-while a layer's forward, or a backward pass, runs on the thread. Who goes through the table
-(``parameters()``, ``state_dict()``, ``_apply``) finds the Parameter objects. So nothing is ever
-exchanged in the table: an exception in mid-pass, or an interrupt, leaves it as it was. Code that
-reads the weight of another module (as DoRA does), or runs a module again in backward, needs no
-hook.
+``nn.Module`` finds parameters in ``_parameters``. In modules of embeddings and head on the host,
+and of zeroth order, this table is a dictionary of the same content, whose *look-up* of a name gives
+what its source reads on the device. Who goes through the table (``parameters()``, ``state_dict()``,
+``_apply``) finds the Parameter objects. So nothing is ever exchanged in the table: an exception in
+mid-pass, or an interrupt, leaves it as it was. Code that reads the weight of another module (as
+DoRA does) needs no hook.
 
 A copy of the module, and a pickled one, has a plain dictionary.
 """
@@ -23,10 +22,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from hf_pyao.engine.weights.castable import CastableView
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
-from hf_pyao.engine.weights.slot_view import SlotView
 
 
 class Source(Protocol):
@@ -65,7 +62,7 @@ class StreamedTable(dict[str, Any]):
         PEFT, for one, sets a quantised weight to itself on its device.
         """
         # Whoever exchanged the parameter for a while found one of these.
-        if isinstance(value, SlotView | CastableView | HostWeight):
+        if isinstance(value, HostWeight):
             value = value.parameter
         if value is None or not self.source.holds(value):
             super().__setitem__(name, value)
@@ -91,22 +88,6 @@ class StreamedTable(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled module a plain table."""
         return dict, (dict(self),)
-
-
-def streamed_in(model: nn.Module) -> Iterator[tuple[Parameter, torch.device]]:
-    """Yield each streamed parameter of *model*, and the device on which it is read."""
-    for module in model.modules():
-        table = module.__dict__["_parameters"]
-        if isinstance(table, StreamedTable):
-            yield from table.streamed()
-
-
-def compute_device(model: nn.Module) -> torch.device | None:
-    """Return the device on which *model* reads its first parameter; None if it has none."""
-    first = next(model.parameters(), None)
-    if first is None:
-        return None
-    return next((device for p, device in streamed_in(model) if p is first), first.device)
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight
+from hf_pyao.engine.weights.device_weight import lost_write
 from hf_pyao.engine.weights.host_weight import HostWeight
-from hf_pyao.engine.weights.slot_view import lost_write
 from hf_pyao.engine.weights.staging import Staging
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight, TrainedWeights
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_pyao.engine.weights.blocks import Weight
-from hf_pyao.engine.weights.device_slots import DeviceSlot
+from hf_pyao.engine.zeroth_order.device_slots import DeviceSlot
 from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.perturbation import CHUNK_ELEMENTS
 from hf_pyao.engine.zeroth_order.visits import WeightVisits

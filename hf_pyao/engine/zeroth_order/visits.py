@@ -30,11 +30,11 @@ from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
-from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
+from hf_pyao.engine.zeroth_order.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
 from hf_pyao.errors import ConflictError
@@ -331,10 +331,8 @@ class WeightVisits(RingSchedule):
 
     def _view(self, weight: Weight, slot: DeviceSlot) -> torch.Tensor:
         assert slot.storage is not None
-        assert weight.slot_dtype is not None
         slot.meet()
-        blank = torch.empty(0, dtype=weight.slot_dtype, device=self.device)
-        return weight.view_of(slot.storage, blank)
+        return weight.view_of(slot.storage, self.device)
 
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block* into *slot*, behind the copies back of both."""
@@ -415,7 +413,7 @@ class WeightVisits(RingSchedule):
         self._slots.collect()
         self.counts.num_uploads = self.num_uploads
         self.counts.num_late_uploads = self.num_late_uploads
-        self.counts.pool_bytes = sum(masters.all_nbytes for masters in self._masters)
+        self.counts.pool_bytes = sum(masters.nbytes for masters in self._masters)
         return {
             **self.counts.as_dict(),
             "num_offloads": self.num_offloads,

@@ -53,10 +53,6 @@ class Ring(Protocol):
         """Return *weight* on the device."""
         ...
 
-    def given(self, weight: Weight) -> torch.Tensor:
-        """Return the same for an operation that autocast may cast for."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class FusedExperts:
@@ -162,9 +158,7 @@ class ExpertsInGroups:
         if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim()):
             number = int(index) % self.shape[0]
             group = self.groups[number // self.group_size]
-            experts = self._ring.given(group)
-            experts = experts.transpose(-2, -1) if self._is_transposed else experts
-            return experts[number - _first(group)]
+            return self.of_group(group)[number - _first(group)]
         if isinstance(index, torch.Tensor) and index.dim() == 1 and not index.is_floating_point():
             return self._gathered(index)
         raise self._unanswered(f"indexing by {type(index).__name__}")

@@ -35,6 +35,12 @@ class FlattenedWeight:
         )
         """Attribute and tensor of each part."""
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained by now."""
+        parameter = self.ref()
+        return parameter is not None and bool(parameter.requires_grad)
+
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return an object like the parameter over *tensors*, in the order of :attr:`tensors`."""
         parameter: Any = self.ref()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,10 +66,15 @@ class StayingParameters(LeftBehind):
     """Keeps the streamed parameters of a module on the host when the model is moved.
 
     ``model.to(device)``, as Trainer and Accelerate call it, moves everything else.
+
+    Args:
+        is_streamed: says of a parameter whether it is on the host.
+        device: where compute reads it.
     """
 
-    def __init__(self, is_streamed: Callable[[object], bool]) -> None:
+    def __init__(self, is_streamed: Callable[[object], bool], device: torch.device) -> None:
         self._is_streamed = is_streamed
+        self._device = device
 
     def put_on(self, module: nn.Module) -> None:
         """Answer for moves of *module*."""
@@ -78,6 +83,12 @@ class StayingParameters(LeftBehind):
     def take_off(self, module: nn.Module) -> None:
         """Undo :meth:`put_on`. It may be called again."""
         give_back(module, _KEY, self, "_apply")
+
+    def streamed(self, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.device]]:
+        """Yield the streamed parameters of *module*, and the device on which they are read."""
+        for parameter in dict.values(module._parameters):
+            if parameter is not None and self._is_streamed(parameter):
+                yield parameter, self._device
 
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Apply a function to all parameters but those that are streamed.
@@ -107,6 +118,27 @@ class StayingParameters(LeftBehind):
                 if dict.get(table, name) is not value:
                     dict.__setitem__(table, name, value)
         return module
+
+
+def has_streamed(module: nn.Module) -> bool:
+    """Say whether *module* itself has streamed parameters."""
+    return module.__dict__.get(_KEY) is not None
+
+
+def streamed_in(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.device]]:
+    """Yield each streamed parameter of *model*, and the device on which it is read."""
+    for module in model.modules():
+        handle = module.__dict__.get(_KEY)
+        if handle is not None:
+            yield from handle.streamed(module)
+
+
+def compute_device(model: nn.Module) -> torch.device | None:
+    """Return the device on which *model* reads its first parameter; None if it has none."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return None
+    return next((device for p, device in streamed_in(model) if p is first), first.device)
 
 
 class ComputeDevice:

@@ -16,8 +16,6 @@ from torch.nn.utils import parametrize
 from hf_pyao.engine.transfer.layout import byte_span, has_storage
 from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
-from hf_pyao.engine.weights.converted import ITEMSIZE
-from hf_pyao.engine.weights.host_bytes import aligned
 from hf_pyao.model.weights.experts import FusedExperts, fused_experts
 from hf_pyao.model.weights.flattened import FlattenedWeight, flattened
 from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
@@ -53,22 +51,11 @@ class StreamableLayer:
     """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the others, by reason."""
-    convertible: frozenset[str] = frozenset()
-    """Names of the parameters that may be uploaded in the dtype of autocast."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that may be streamed, and of their scales."""
         return sum(tensor.nbytes for _, tensor in self.tensors)
-
-    @property
-    def converted_nbytes(self) -> int:
-        """Bytes that copies of those parameters take on the host."""
-        return sum(
-            aligned(parameter.numel() * ITEMSIZE)
-            for name, parameter in self.parameters
-            if name in self.convertible
-        )
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -134,8 +121,8 @@ def streamable_layers(
         owners=owners_by_storage(model),
         wrapped=wrapped_by_peft(model),
         adapters=parameters_of_adapters(model),
-        by_dora=_read_by_dora(model),
         holders=_holders(model),
+        in_layers=Counter(id(each) for _, layer in layers for each in layer.modules()),
     )
     found = []
     for fqn, layer in layers:
@@ -153,8 +140,9 @@ class _Surroundings:
     owners: Owners
     wrapped: Collection[tuple[int, str]]
     adapters: Collection[int]
-    by_dora: Collection[int]
     holders: Mapping[int, Set[int]]
+    in_layers: Counter[int]
+    """By module, how many layers have it."""
 
 
 class _LayerSearch:
@@ -166,7 +154,6 @@ class _LayerSearch:
         self._around = surroundings
         self._parameters: dict[int, tuple[str, Parameter]] = {}
         self._packed: list[tuple[str, QuantisedWeight]] = []
-        self._convertible: set[str] = set()
         self._in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
         self._fused: list[tuple[str, FusedExperts]] = []
         self._left: Counter[str] = Counter()
@@ -193,9 +180,6 @@ class _LayerSearch:
                 self._in_parts[key] = whole, parts
                 continue
             self._parameters[key] = whole, parameter
-            is_read_by_dora = id(module) in self._around.by_dora
-            if not is_read_by_dora and _is_convertible(module, parameter, experts):
-                self._convertible.add(whole)
             if weight is not None:
                 self._packed.append((whole, weight))
 
@@ -218,7 +202,7 @@ class _LayerSearch:
             return VECTOR
         if (id(module), name) in around.wrapped:
             return PARAMETRIZED
-        if is_tied(parameter, around.owners, self._inside):
+        if around.in_layers[id(module)] > 1 or is_tied(parameter, around.owners, self._inside):
             return TIED
         is_held_outside = parts is not None and not around.holders[id(parameter)] <= self._inside
         return TIED if is_held_outside else ""
@@ -241,7 +225,6 @@ class _LayerSearch:
             quantised=tuple(self._packed),
             flattened=tuple(self._in_parts.values()),
             left_bytes=self._left,
-            convertible=frozenset(self._convertible),
         )
 
 
@@ -290,18 +273,6 @@ def _holders(model: nn.Module) -> dict[int, set[int]]:
     return holders
 
 
-def _is_convertible(module: nn.Module, parameter: Parameter, experts: FusedExperts | None) -> bool:
-    """Say whether autocast casts *parameter* wherever *module* is taken to read it.
-
-    It does not for look-ups in tables, nor for products of several experts at once.
-    """
-    if not _is_plain(parameter) or parameter.dtype != torch.float32:
-        return False
-    if experts is not None and not experts.are_read_together:
-        return False
-    return not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-
-
 def parameters_of_adapters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of PEFT's adapters, and of what they take the place of.
 
@@ -320,17 +291,6 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
         for part in parts:
             if isinstance(part, nn.Module | nn.ParameterDict):
                 found.update(map(id, part.parameters()))
-    return found
-
-
-def _read_by_dora(model: nn.Module) -> set[int]:
-    """Return the ids of the modules whose weights PEFT's DoRA reads in their stored dtype."""
-    found = set()
-    for module in model.modules():
-        anything: Any = module
-        used = getattr(module, "use_dora", None)
-        if isinstance(used, dict) and any(used.values()) and hasattr(module, "get_base_layer"):
-            found.add(id(anything.get_base_layer()))
     return found
 
 

@@ -23,7 +23,6 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.plan.step.streamed_step import with_converted_uploads
 
 
 class HostAndDisk(Protocol):
@@ -87,8 +86,6 @@ class PlanRequest:
     """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
     ends_on_host: bool = False
     """The frozen weights of embeddings and head are on the host."""
-    converts_weights: bool = False
-    """Streamed float32 weights are uploaded in the dtype of autocast."""
 
     @property
     def window_now_bytes(self) -> int | None:
@@ -205,8 +202,8 @@ class PlanRequest:
     def placed(self, program: StepProgram) -> StepProgram:
         """Return *program* with weights of embeddings and head where they are bound to be."""
         if self.ends_on_host:
-            program = with_ends_on_host(program)
-        return with_converted_uploads(program) if self.converts_weights else program
+            return with_ends_on_host(program)
+        return program
 
     def conditions(self, num_layers: int, link: LinkModel, **more: Any) -> Conditions:
         """Return under which a step of *num_layers* is planned over *link*.

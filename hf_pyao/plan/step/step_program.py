@@ -204,16 +204,6 @@ class Resident(NamedTuple):
     end: int = 0
     """Of a frozen weight of embeddings or head, which may be on the host: :data:`READ_BY_ROWS`, or
     :data:`READ_WHOLE` where the head has it. 0 for all others."""
-    converted_nbytes: int = 0
-    """Of a float32 weight that can be uploaded in the dtype of autocast: bytes of that copy. 0 for
-    all others."""
-    is_converted: bool = False
-    """True if it is uploaded in that dtype where it is streamed, from a copy on the host."""
-
-    @property
-    def upload_nbytes(self) -> int:
-        """Bytes that cross the link where it is streamed."""
-        return self.converted_nbytes if self.is_converted else self.nbytes
 
 
 class Segment(NamedTuple):

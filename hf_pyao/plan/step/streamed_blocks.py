@@ -40,8 +40,6 @@ class StreamedBlocks:
     all layers do."""
     layer_bytes: tuple[int, ...] = ()
     """Of each layer, the memory that its streamed weights take on the host, as they are stored."""
-    converted_bytes: int = 0
-    """What copies of them in the dtype of autocast take on the host, which uploads read."""
     disk_layers: tuple[int, ...] = ()
     """Those of the layers whose weights are on a disk."""
     staging_bytes: int = 0
@@ -69,9 +67,8 @@ class StreamedBlocks:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked bytes on the host: masters, copies in the dtype of autocast, reads."""
-        on_host = sum(self.layer_bytes) - self.disk_bytes
-        return on_host + self.converted_bytes + self.staging_bytes
+        """Page-locked bytes on the host: masters, and what is read from a disk."""
+        return sum(self.layer_bytes) - self.disk_bytes + self.staging_bytes
 
     @property
     def disk_bytes(self) -> int:

@@ -24,22 +24,8 @@ def block_bytes(program: StepProgram) -> tuple[int, ...]:
     found = [0] * program.num_layers
     for each in program.residents:
         if _is_streamable(each):
-            found[each.layer] += _aligned(each.nbytes) + _copy_bytes(each)
+            found[each.layer] += _aligned(each.nbytes)
     return tuple(found)
-
-
-def with_converted_uploads(program: StepProgram) -> StepProgram:
-    """Return *program* with weights that are uploaded in the dtype of autocast where they can be.
-
-    Casts on the device, which such uploads save, stay in its operations.
-
-    Args:
-        program: a step with all weights resident.
-    """
-    residents = tuple(
-        each._replace(is_converted=each.converted_nbytes > 0) for each in program.residents
-    )
-    return dataclasses.replace(program, residents=residents)
 
 
 def streamed_blocks(program: StepProgram, layers: Collection[int]) -> StreamedBlocks:
@@ -62,7 +48,6 @@ def streamed_blocks(program: StepProgram, layers: Collection[int]) -> StreamedBl
             _blocks_of(weights[layer], limit_bytes) if layer in weights else () for layer in numbers
         ),
         tuple(sum(_aligned(each.nbytes) for each in weights.get(layer, ())) for layer in numbers),
-        sum(_copy_bytes(each) for of_layer in weights.values() for each in of_layer),
     )
 
 
@@ -113,8 +98,8 @@ def streamed_layers(num_layers: int, num_streamed: int) -> tuple[int, ...]:
 def _blocks_of(weights: Sequence[Resident], limit_bytes: int) -> LayerBlocks:
     """Return the blocks of a layer with these streamed weights."""
     if sum(each.nbytes for each in weights) <= limit_bytes or not any(w.experts for w in weights):
-        return (WeightBlock(sum(_aligned(each.upload_nbytes) for each in weights)),)
-    rest = [each.upload_nbytes for each in weights if not each.experts]
+        return (WeightBlock(sum(_aligned(each.nbytes) for each in weights)),)
+    rest = [each.nbytes for each in weights if not each.experts]
     blocks = [WeightBlock(_slot_bytes((0, nbytes) for nbytes in rest))] if rest else []
     for number in sorted({each.experts for each in weights if each.experts}):
         together = [each for each in weights if each.experts == number]
@@ -123,7 +108,7 @@ def _blocks_of(weights: Sequence[Resident], limit_bytes: int) -> LayerBlocks:
         size = experts_per_group(all_bytes, num_experts, limit_bytes)
         for first in range(0, num_experts, size):
             last = min(first + size, num_experts)
-            of_expert = [each.upload_nbytes // num_experts for each in together]
+            of_expert = [each.nbytes // num_experts for each in together]
             nbytes = _slot_bytes((first * one, (last - first) * one) for one in of_expert)
             blocks.append(WeightBlock(nbytes, number, first, last))
     return tuple(blocks)
@@ -146,11 +131,6 @@ def _slot_bytes(places: Iterable[tuple[int, int]]) -> int:
 def _is_streamable(resident: Resident) -> bool:
     """Say whether a weight may be streamed: one of a layer that is not tied with another."""
     return resident.is_streamable and resident.layer != OUTSIDE and resident.num_names == 1
-
-
-def _copy_bytes(resident: Resident) -> int:
-    """Return what the copy in the dtype of autocast takes on the host, if uploads read one."""
-    return _aligned(resident.converted_nbytes) if resident.is_converted else 0
 
 
 def _aligned(nbytes: int) -> int:

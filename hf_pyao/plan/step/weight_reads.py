@@ -17,7 +17,6 @@ class Streamable(NamedTuple):
     experts: int = 0
     num_experts: int = 0
     end: int = 0
-    converted_nbytes: int = 0
 
 
 StreamableTensors = Mapping[int, Streamable]

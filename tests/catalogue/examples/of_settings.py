@@ -234,7 +234,7 @@ def _(folder: Path) -> None:
 
 @example("streamed-weight-changed")
 def _(folder: Path) -> None:
-    from hf_pyao.engine.weights.slot_view import lost_write
+    from hf_pyao.engine.weights.device_weight import lost_write
 
     raise lost_write("model.layers.0.mlp.up_proj.weight")
 

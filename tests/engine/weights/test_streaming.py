@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
+from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.transport import BlockingTransport
-from hf_pyao.engine.weights import device_slots
+from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError
 from tests.helpers import FunctionLayer, Stack, assert_same_tensors, gradients_of, tiny_batch, train
@@ -51,35 +51,23 @@ def llama(**options: Any) -> nn.Module:
     return tiny_lora("llama", num_hidden_layers=NUM_LAYERS, **options)
 
 
-class SlotsSeen(TorchDispatchMode):
-    """Counts at each operation the living storages as large as a slot that operations have seen.
-
-    What the host keeps does not count.
-    """
+class BlocksSeen(TorchDispatchMode):
+    """Counts at each operation the blocks that are on the device."""
 
     def __init__(self, ring: WeightRing) -> None:
         super().__init__()
-        memory = [block.memory for block in ring.blocks if block.memory is not None]
-        self.on_host = {each.untyped_storage()._cdata for each in memory}
-        self.nbytes = ring.slot_bytes
+        self.ring = ring
         self.most = 0
-        self.seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() == self.nbytes:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.on_host:
-                    self.seen[storage._cdata] = StorageWeakRef(storage)
-                del storage
-        self.most = max(self.most, self.living())
-        return result
+        self.most = max(self.most, sum(each.is_full for each in self.ring.on_device))
+        return function(*args, **(kwargs or {}))
 
-    def living(self) -> int:
-        return sum(not ref.expired() for ref in self.seen.values())
+
+def held_by_the_graph(ring: WeightRing) -> int:
+    return sum(each.num_holders for each in ring.on_device)
 
 
 @pytest.mark.parametrize("policy", ["all", "off"])
@@ -89,13 +77,13 @@ def test_at_every_operation_two_blocks_are_on_the_device_and_the_graph_holds_non
     model = llama()
     with streamed(model, policy=policy) as offloader:
         ring = ring_of(offloader)
-        with SlotsSeen(ring) as slots:
+        with BlocksSeen(ring) as blocks:
             for _ in range(2):
                 loss = loss_of(model)
-                ring.stop()
-                assert slots.living() == 0, "the graph holds bytes of a frozen weight"
+                assert held_by_the_graph(ring) == 0, "the graph holds bytes of a frozen weight"
                 loss.backward()
-        assert slots.most == 2
+        assert blocks.most == 2
+        assert ring.counts.num_left == 0
     expected = llama()
     for _ in range(2):
         loss_of(expected).backward()
@@ -122,7 +110,7 @@ def test_accumulation_and_evaluation_and_generation_use_the_same_ring() -> None:
         # In evaluation mode with gradients, the graph holds no frozen weight either.
         loss = loss_of(model)
         ring = ring_of(offloader)
-        ring.stop()
+        assert held_by_the_graph(ring) == 0
         loss.backward()
         loss_of(plain).backward()
         assert ring.counts.num_left == 0
@@ -173,41 +161,32 @@ def test_a_view_that_is_kept_on_ctx_keeps_its_bytes() -> None:
         assert ring_of(offloader).counts.num_left > 0
 
 
-def test_mutant_that_does_not_look_who_holds_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = gradient_of_stack(frozen_stack())
-    monkeypatch.setattr(device_slots, "is_held_elsewhere", lambda storage: False)
-    stack = frozen_stack()
+def is_right_outside() -> bool:
+    """Say whether weights that a layer gives away have their bytes after their layers have run."""
+    kept: list[torch.Tensor] = []
+
+    def giving(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        kept.append(layer.weight)
+        return x @ layer.weight
+
+    stack = Stack(*[giving] * 5).requires_grad_(False)
     with streamed(stack):
-        assert not torch.equal(gradient_of_stack(stack), expected)
+        gradient_of_stack(stack)
+        weights = [layer.weight for layer in stack.layers] * 3
+        return all(torch.equal(a, b) for a, b in zip(kept, weights, strict=True))
 
 
-def test_mutant_that_reads_the_slot_of_forward_in_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain, model = llama(), llama()
-    loss_of(plain).backward()
+def test_a_weight_that_a_layer_gives_away_has_its_bytes_afterwards() -> None:
+    assert is_right_outside()
 
-    def forward_slot(ring: WeightRing, tensor: torch.Tensor) -> Any:
-        slot = ring._device_slots.of_storage(tensor.untyped_storage()._cdata)
-        if slot is None:
-            return None
-        layout = ring._layouts.of(tensor)
 
-        def give() -> torch.Tensor:
-            assert slot.storage is not None
-            return layout.view_of(slot.storage, 0)
+def test_mutant_that_does_not_look_who_holds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(each: DeviceBlock) -> bool:
+        bytes_view(each.storage, each.device, 0, each.block.nbytes).zero_()
+        return True
 
-        return give
-
-    monkeypatch.setattr(WeightRing, "find", forward_slot)
-    with streamed(model):
-        loss = loss_of(model)
-        with torch.no_grad():
-            for _ in range(2):
-                loss_of(model)  # blocks are in other slots from here on
-        loss.backward()
-    found = gradients_of(model)
-    assert any(not torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+    monkeypatch.setattr(DeviceBlock, "empty", empty)
+    assert not is_right_outside()
 
 
 # ---- around training -------------------------------------------------------------------------------

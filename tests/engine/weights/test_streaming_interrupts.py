@@ -24,6 +24,7 @@ from tests.engine.runtime.test_interrupts import (
 )
 from tests.engine.weights.test_streaming import llama, loss_of, streamed
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, autocasting, gradients_of
+from tests.helpers.adapters import cast_base_
 from tests.helpers.interrupts import Interrupter, Line
 
 STREAMED = replace(EVERY_LAYER, stream_weights=0, window=2048)
@@ -45,6 +46,8 @@ class StreamedCase(Case):
         model = super().make_model()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.dim() == 1)
+            if parameter.dim() > 1 and self.autocast is not None:
+                parameter.data = parameter.detach().to(self.autocast)
         self.frozen = frozen(model)
         self.bits = bits(self.frozen)
         self.rings: list[Any] = []
@@ -164,6 +167,9 @@ def test_detaching_at_any_point_leaves_right_gradients_and_the_parameters(
     where: str, policy: str, autocast: Any
 ) -> None:
     model, plain = llama(), llama()
+    if autocast is not None:
+        cast_base_(model, autocast)
+        cast_base_(plain, autocast)
     with autocasting(autocast):
         loss_of(plain).backward()
     parameters = frozen(model)

@@ -82,8 +82,6 @@ def test_conjugate_views(function: Function) -> None:
 
 
 def test_linear_layers_that_are_layers_themselves() -> None:
-    """A cast and a layer's weights are two handles of one forward."""
-
     class Linear(nn.Linear):
         pass
 
@@ -92,7 +90,7 @@ def test_linear_layers_that_are_layers_themselves() -> None:
             super().__init__()
             torch.manual_seed(0)
             self.first = nn.Linear(4, 4)
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).bfloat16()
             self.layers.requires_grad_(False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +110,6 @@ def test_linear_layers_that_are_layers_themselves() -> None:
                 loss.backward()
                 results.append((loss.detach(), each.first.weight.grad))
             assert all(map(torch.equal, *results))
-        assert ring_of(offloader).counts.changed_cast_bytes == 0
         assert ring_of(offloader).num_uploads > 0
 
 
