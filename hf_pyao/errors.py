@@ -1,8 +1,11 @@
 """Errors that hf_pyao raises; each says what came, what was expected, where, and the remedy.
 
 Every error and every warning has a key: a short name that does not change when its text does. The
-key is printed at the end of the message, as ``[pyao:unknown-name]``. The catalogue
-(``tools/catalogue/``) has cause and remedy for each key, and TROUBLESHOOTING.md is made from it.
+key is printed at the end of the message, as ``[pyao:unknown-name]``. TROUBLESHOOTING.md has cause
+and remedy for each key. A key stands for what a user can do, and not for a line of code: all values
+out of their range share ``setting-value``; two causes of one symptom have two keys if their
+remedies differ. In an f-string an error is its message without the key, since it becomes a part of
+another message.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class PyAOError(Exception):
 
     Args:
         message: what came, what was expected, where, and what to do.
-        key: of the catalogue; a class whose errors all have one cause has it as an attribute.
+        key: of TROUBLESHOOTING.md; a class whose errors all have one cause has it as an attribute.
     """
 
     key: str = ""
@@ -104,7 +107,7 @@ def warn(
 
     Args:
         logger: of the module that warns.
-        key: of the catalogue.
+        key: of TROUBLESHOOTING.md.
         message: with the places of *args*, as for ``logger.warning``.
         args: an error of ours is shown without its own key.
         level: of :mod:`logging`.

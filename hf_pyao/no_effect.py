@@ -40,7 +40,7 @@ class NoEffect:
 
     @property
     def key(self) -> str:
-        """Of the catalogue: what the warning ends with."""
+        """Of TROUBLESHOOTING.md: what the warning ends with."""
         return "nothing-offloaded" if self.setting == OFFLOADING else "no-effect"
 
     @property

@@ -104,8 +104,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from hf_pyao.config import is_switched_off
     from hf_pyao.errors import ConfigError
-    from hf_pyao.tools.bench.processes import Deadline
-    from on_gpu.day import FIGURES, Journal, problems_of, read_lines, run_parts, unpack_wheels
+    from on_gpu.day import (
+        FIGURES,
+        Deadline,
+        Journal,
+        problems_of,
+        read_lines,
+        run_parts,
+        unpack_wheels,
+    )
 
     if is_switched_off():
         raise ConfigError("PYAO=off is set, and the day would measure nothing. Unset it.")

@@ -207,7 +207,7 @@ def figure_of(rows: list[dict[str, Any]], args: argparse.Namespace) -> Figure:
 
 
 def _draw_way(axes: Axes, row: dict[str, Any], top: float, memory_gib: float) -> None:
-    from hf_pyao.tools.report.plots.look import NOTHING, OFFLOAD, WAITING
+    from hf_pyao.tools.report.plots.data import NOTHING, OFFLOAD, WAITING
 
     style(axes)
     times_s = [at_ms / 1e3 for at_ms, _ in row["curve"]]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_pyao.auto.recording.sharded_copy import groups_of
 from hf_pyao.auto.recording.zero_copy import zero_engine_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.transfer.compute_streams import current_stream
@@ -69,7 +70,9 @@ class CollectiveTimes:
         if self._has_begun:
             return
         self._has_begun = True
-        for group in _groups_of(model):
+        units = [module for module in model.modules() if FSDP2.wraps(module)]
+        states = dict.fromkeys(module._get_fsdp_state() for module in units)  # type: ignore[operator]
+        for group in (group for state in states for group in groups_of(state)):
             for place in _PLACES:
                 own = getattr(group, place, None)
                 if own is not None:
@@ -224,19 +227,3 @@ class _TimedCollective:
     def __call__(self, *args: Any, **how: Any) -> Any:
         """Run it, timed."""
         return self._run(*args, **how)
-
-
-def _groups_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the parameter groups of the units in *model*."""
-    known: set[int] = set()
-    for module in model.modules():
-        if not FSDP2.wraps(module):
-            continue
-        state = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12
-            groups = [state._fsdp_param_group]
-        for group in groups:
-            if group is not None and id(group) not in known:
-                known.add(id(group))
-                yield group

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.states import Mode, Question, SetState, Source, State
-from hf_pyao.auto.measuring import num_bare
+from hf_pyao.auto.measuring import Measuring, num_bare
 from hf_pyao.auto.plans.batch_fit import LARGER, ready_of
 from hf_pyao.auto.plans.correction import CHECKPOINTING, LEAST_TIMED, beside, find_off
 from hf_pyao.auto.plans.draft import Draft
@@ -48,18 +48,6 @@ from hf_pyao.text import describe_error
 logger = logging.getLogger(__name__)
 
 
-class Measurer(Protocol):
-    """Measures micro-batches, and gives policy ``auto`` their profile."""
-
-    def measure_anew(self) -> None:
-        """Measure the next micro-batches."""
-        ...
-
-    def cancel(self) -> None:
-        """Stop measuring for policy ``auto``; a profile that the user asked for goes on."""
-        ...
-
-
 class AutoActions:
     """The performer of policy ``auto``.
 
@@ -84,7 +72,7 @@ class AutoActions:
         files: PlanFiles,
         view: ModelView,
         agreement: Agreement,
-        measurer: Measurer,
+        measurer: Measuring,
         num_sampled: Callable[[], int],
     ) -> None:
         self._num_sampled = num_sampled

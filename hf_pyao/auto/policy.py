@@ -25,7 +25,8 @@ from hf_pyao.auto.install.lever_switch import LeverSwitch
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver
 from hf_pyao.auto.machine.states import Mode, Ready
-from hf_pyao.auto.performer import AutoActions, Measurer
+from hf_pyao.auto.measuring import Measuring
+from hf_pyao.auto.performer import AutoActions
 from hf_pyao.auto.plans.batch_fit import LARGER, NAME, holds, ready_of
 from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.auto.plans.kept_plans import PlanFiles
@@ -85,7 +86,7 @@ class AutoPolicy:
         identity: dict[str, Any],
         switch: LeverSwitch,
         check_plan: Callable[[Plan], None],
-        measurer: Measurer,
+        measurer: Measuring,
         num_sampled: Callable[[], int] = lambda: 0,
         num_resident: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -110,7 +111,7 @@ class AutoPolicy:
             measurer,
             num_sampled,
         )
-        driver.perform_with(self._actions)
+        driver.perform_with(self._actions.perform)
 
     @property
     def plan(self) -> Plan | None:

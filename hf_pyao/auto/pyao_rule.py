@@ -63,7 +63,7 @@ class PyAORule:
         intervals = PackIntervals(transport, device, num_micro_batches, self._decide)
         self._intervals = weakref.ref(intervals)  # which holds this
         engine.observe_too(intervals)
-        driver.perform_with(self)
+        driver.perform_with(self.perform)
         driver.send(on.Starts())
 
     @property

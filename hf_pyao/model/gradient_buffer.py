@@ -11,13 +11,13 @@ gradient (what a float32 gradient takes), and what is handed over owns no byte t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_pyao.errors import ReleasedTensorError
+from hf_pyao.plan.step.loops import slices_of
 
 _BLOCK_ELEMENTS = 2**22
 """Elements of a matrix that are narrowed or widened at a time (16 MiB of float32)."""
@@ -25,6 +25,8 @@ _BLOCK_ELEMENTS = 2**22
 
 class GradientBuffer:
     """Sums of a ``(num_rows, num_cols)`` gradient; see [Note: Where the wide sum lives].
+
+    Takes memory with the first sum.
 
     Args:
         num_rows: rows of the gradient.
@@ -44,21 +46,37 @@ class GradientBuffer:
     ) -> None:
         self.dtype = dtype
         self.shape = (num_rows, num_cols)
+        self._device = device
         self.wide_dtype = torch.promote_types(dtype, torch.float32)
-        valid = num_rows if num_valid_rows is None else num_valid_rows
-        self._result: Tensor | None = torch.empty(num_rows, num_cols, dtype=dtype, device=device)
-        self._num_valid = valid
+        self._num_valid = num_rows if num_valid_rows is None else num_valid_rows
+        self._result: Tensor | None = None
+        self._is_used_up = False
         self._written = False
-        # Pieces cover the valid rows in order: (first row, float32 sums of the rows from there).
-        self._pieces: list[tuple[int, Tensor]]
-        if self.wide_dtype == dtype:
-            self._pieces = [(0, self._result[:valid])]
-            return
-        shared = min(num_rows * dtype.itemsize // self.wide_dtype.itemsize, valid)
-        room = self._result.view(-1)[: shared * num_cols * self._ratio]
+        self._pieces: list[tuple[int, Tensor]] = []
+        """Cover the valid rows in order: (first row, float32 sums of the rows from there)."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> GradientBuffer:
+        """Return one for the gradient of *tensor*, of any shape."""
+        rows = tensor.shape[0] if tensor.dim() == 2 else 1
+        return cls(rows, tensor.numel() // max(rows, 1), tensor.dtype, tensor.device)
+
+    def _sums(self) -> list[tuple[int, Tensor]]:
+        """Return the pieces, in memory that is taken now if it was not."""
+        if self._result is not None:
+            return self._pieces
+        (num_rows, num_cols), valid = self.shape, self._num_valid
+        result = torch.empty(num_rows, num_cols, dtype=self.dtype, device=self._device)
+        self._result = result
+        if self.wide_dtype == self.dtype:
+            self._pieces = [(0, result[:valid])]
+            return self._pieces
+        shared = min(num_rows * self.dtype.itemsize // self.wide_dtype.itemsize, valid)
+        room = result.view(-1)[: shared * num_cols * self._ratio]
         low = room.view(self.wide_dtype).view(shared, num_cols)
-        high = torch.empty(valid - shared, num_cols, dtype=self.wide_dtype, device=device)
+        high = torch.empty(valid - shared, num_cols, dtype=self.wide_dtype, device=self._device)
         self._pieces = [(0, low), (shared, high)]
+        return self._pieces
 
     @property
     def _ratio(self) -> int:
@@ -69,7 +87,7 @@ class GradientBuffer:
         if left.dtype != self.wide_dtype and not has_wide_products(left):
             left, right = left.to(self.wide_dtype), right.to(self.wide_dtype)
         beta = 1 if self._written else 0  # 0 ignores what is in the fresh memory, NaN included
-        for start, sums in self._pieces:
+        for start, sums in self._sums():
             columns = left[:, start : start + sums.shape[0]].t()
             if left.dtype == self.wide_dtype:
                 torch.addmm(sums, columns, right, beta=beta, out=sums)
@@ -80,19 +98,19 @@ class GradientBuffer:
     def write_rows(self, start: int, values: Tensor) -> None:
         """Overwrite the rows from *start* on. Every valid row must be written once."""
         stop = start + values.shape[0]
-        for first, sums in self._pieces:
+        for first, sums in self._sums():
             begin, end = max(start, first), min(stop, first + sums.shape[0])
             if begin < end:
                 sums[begin - first : end - first].copy_(values[begin - start : end - start])
         self._written = True
 
     def add(self, values: Tensor) -> None:
-        """Add a whole gradient: (num_rows, num_cols), or as many elements in another shape."""
+        """Add a whole gradient, (num_valid_rows, num_cols), in any shape."""
+        rows = values.reshape(self._num_valid, self.shape[1])
         if not self._written:
-            self.write_rows(0, values.reshape(self.shape))
+            self.write_rows(0, rows)
             return
-        rows = values.reshape(self.shape)
-        for first, sums in self._pieces:
+        for first, sums in self._sums():
             sums += rows[first : first + sums.shape[0]]
 
     def finish(self, scale: Tensor, *, keep: bool) -> Tensor:
@@ -102,13 +120,13 @@ class GradientBuffer:
             scale: 0-dim, or one factor for each row, (num_rows, 1); on any device.
             keep: leave the sums as they are, at the price of a copy; else they are used up.
         """
-        result = self._result
-        if result is None:
+        if self._is_used_up:
             raise ReleasedTensorError("the gradient was already handed over", key="backward-twice")
-        if keep:
-            result = torch.empty_like(result)
-        else:
-            self._result = None
+        self._sums()
+        assert self._result is not None
+        result = torch.empty_like(self._result) if keep else self._result
+        if not keep:
+            self._is_used_up, self._result = True, None
         if not self._written:
             return result.zero_()
         flat, scale = result.view(-1), scale.to(result.device)
@@ -120,6 +138,16 @@ class GradientBuffer:
             self._pieces = []
         return result
 
+    def total(self, shape: Sequence[int]) -> Tensor | None:
+        """Return the sums in ``dtype`` and *shape*, which uses them up; None if there are none."""
+        if not self._written:
+            return None
+        if self.wide_dtype == self.dtype:
+            assert self._result is not None
+            return self._result.view(shape)
+        one = torch.ones((), dtype=self.wide_dtype, device=self._device)
+        return self.finish(one, keep=False).view(shape)
+
 
 def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
     """Write ``sums * scale`` to *flat* from *offset* on, a block of rows at a time, front first."""
@@ -128,25 +156,11 @@ def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
     if sums.dtype == flat.dtype:
         torch.mul(rows, scale, out=flat[offset : offset + rows.numel()].view_as(rows))
         return
-    blocks = RowBlocks(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1)))
-    for start, stop in blocks.slices():
+    block_rows = max(1, _BLOCK_ELEMENTS // max(num_cols, 1))
+    for start, stop in slices_of(rows.shape[0], block_rows):
         factor = scale if scale.dim() == 0 else scale[start:stop]
         room = flat[offset + start * num_cols : offset + stop * num_cols]
         room.view(-1, num_cols).copy_(rows[start:stop] * factor)
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """Rows of a matrix, cut into blocks."""
-
-    num_rows: int
-    block_rows: int
-    """Rows of every block but the last, which may have fewer."""
-
-    def slices(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(start, stop)`` for each block."""
-        for start in range(0, self.num_rows, self.block_rows):
-            yield start, min(start + self.block_rows, self.num_rows)
 
 
 def has_wide_products(tensor: Tensor) -> bool:
@@ -172,7 +186,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == right.dtype:
         return torch.mm(left, right)
     total = left.new_zeros(left.shape[0], right.shape[1])
-    blocks = RowBlocks(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1]))
-    for start, stop in blocks.slices():
+    block_rows = max(1, _BLOCK_ELEMENTS // right.shape[1])
+    for start, stop in slices_of(right.shape[0], block_rows):
         total.addmm_(left[:, start:stop], right[start:stop].to(left.dtype))
     return total

@@ -6,10 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from hf_pyao.tools.report.plots.look import (
+from hf_pyao.tools.report.plots.data import (
     BACKWARD,
     FORWARD,
-    INK,
     NOTHING,
     OFFLOAD,
     OURS,
@@ -17,10 +16,8 @@ from hf_pyao.tools.report.plots.look import (
     RECOMPUTE,
     RELOAD,
     WAITING,
-    new_figure,
-    plain,
-    style,
 )
+from hf_pyao.tools.report.plots.look import INK, new_figure, plain, style
 
 _COLOURS = (NOTHING, OURS, FORWARD, RECOMPUTE, BACKWARD, RELOAD, QUIET, WAITING, OFFLOAD)
 _MARKERS = "*osv^DPX<"

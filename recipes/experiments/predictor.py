@@ -25,10 +25,11 @@ from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
-from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, METHODS, chunked
-from hf_pyao.tools.simulation.late_transport import LateTransport
+from tests.helpers.simulation.fake_peak import UNLIMITED_HOST_GIB
+from tests.helpers.simulation.late_transport import LateTransport
 
 HALF_BYTES = 2
 """Bytes of a parameter, and of a gradient as it is sent."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from experiments.catalogue import EXPERIMENTS
 from experiments.experiment import Experiment, Options, Plot

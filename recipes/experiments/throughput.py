@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from experiments import published
@@ -11,11 +12,39 @@ from experiments.plots import grouped_bars
 from experiments.predictor import ASSUMPTIONS, predictors
 from experiments.rows import Result, Row, select
 from experiments.systems import BASELINE, MODELS
-from hf_pyao.plan.hardware.speeds import GIB
-from hf_pyao.plan.measure.activation_throughput import by_device_time, by_pack_intervals
+from hf_pyao.plan.hardware.speeds import GIB, DeviceModel
+from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
 from hf_pyao.plan.paper.iqr import find_outliers
+from hf_pyao.plan.step.step_program import FORWARD, StepProgram
 
 TIMINGS = ("the paper's intervals", "device time")
+
+
+def by_device_time(program: StepProgram, device: DeviceModel, layer: int = 1) -> dict[str, float]:
+    """Return the throughput of each sub-module by what its own operations take, in GiB/s.
+
+    Args:
+        program: the step; each distinct storage counts once.
+        device: speeds.
+        layer: which layer; a middle one stands for all.
+    """
+    times_ms: defaultdict[str, float] = defaultdict(float)
+    for segment in program.segments:
+        if segment.phase == FORWARD and segment.layer == layer:
+            for operation in program.operations[segment.start : segment.end]:
+                if operation.is_kernel:
+                    times_ms[operation.path] += device.op_ms(
+                        operation.flops, operation.traffic_bytes
+                    )
+    slots = [each for each in program.slots if each.layer == layer and each.stays is None]
+    nbytes: defaultdict[str, int] = defaultdict(int)
+    for slot in slots:
+        nbytes[slot.name.rpartition(":")[0]] += slot.nbytes
+    return {
+        path: count / GIB / (times_ms[path] / 1e3)
+        for path, count in nbytes.items()
+        if times_ms[path] > 0
+    }
 
 
 def predict_throughput(options: Options) -> Result:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from experiments.catalogue import EXPERIMENTS
 from experiments.experiment import Experiment

@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_pyao.plan.documents.bench import CRASHED, FAILED, NOT_REACHED, OK, OUT_OF_MEMORY, TIMED_OUT
-from hf_pyao.tools.bench.processes import Child, Deadline, Failure
+from hf_pyao.tools.bench.processes import Child, Failure
 from on_gpu.parts import PARTS, Request
 
 SERVE = "on_gpu.parts:serve"
@@ -28,6 +30,22 @@ SMOKE_LIMIT_S = 900.0
 
 Line = dict[str, Any]
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When all must be done, on the monotonic clock; None: never."""
+
+    at_s: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline that is *seconds* from now."""
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    def left_s(self) -> float:
+        """Return the seconds that are left; infinite without a deadline."""
+        return float("inf") if self.at_s is None else self.at_s - time.monotonic()
 
 
 class Journal:

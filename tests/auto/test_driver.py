@@ -91,7 +91,7 @@ def driver_of(engine: Engine, performer: Performer) -> tuple[Driver, Switch]:
     switch = Switch()
     state = State(name="auto", num_rounds_left=4, rungs=rungs)
     driver = Driver(engine, policies, switch, state)  # type: ignore[arg-type]
-    driver.perform_with(performer)
+    driver.perform_with(performer.perform)
     driver.send(on.Starts())
     driver.send(on.Trained(b"\1"))
     return driver, switch

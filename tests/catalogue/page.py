@@ -1,4 +1,4 @@
-"""Writes hf_pyao/TROUBLESHOOTING.md from the catalogue, the source, and the examples.
+"""Writes anew what of hf_pyao/TROUBLESHOOTING.md comes from the source and the examples.
 
 python -m tests.catalogue.page          # run the examples, then write
 python -m tests.catalogue.page --only   # write with the messages that the page has
@@ -13,12 +13,10 @@ import tempfile
 import warnings
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_pyao.settings.removed import REMOVED, REMOVED_OF_ZEROTH_ORDER, REMOVED_OPTIONS
-from hf_pyao.tools.catalogue.all_entries import CATALOGUE, CHAPTERS
-from hf_pyao.tools.catalogue.entry import Entry
 from tests.catalogue.sites import sites
-from tests.catalogue.symptoms import HEAD, SYMPTOMS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "hf_pyao" / "TROUBLESHOOTING.md"
@@ -29,23 +27,56 @@ MOST_BEGINNINGS = 6
 """Beginnings of messages that are listed for one key."""
 
 
-def render(messages: dict[str, str]) -> str:
-    """Return the page; *messages* has the example of each key."""
-    parts = [
-        HEAD.format(command=COMMAND, num_keys=len(CATALOGUE)),
-        SYMPTOMS,
-        versions(),
-        "## Keys\n",
-    ]
-    parts.append("\n".join(_chapter_index(c.title, c.entries) for c in CHAPTERS))
+class Entry(NamedTuple):
+    """Cause and remedy of the errors and warnings that have one key, as the page has them."""
+
+    key: str
+    cause: str
+    remedy: str
+
+
+def chapters_in(page: str) -> dict[str, list[Entry]]:
+    """Return the entries of each chapter below the list of keys."""
+    chapters = page.partition("\n## Keys\n")[2].split("\n## ")[1:]
+    found = {}
+    for chapter in chapters:
+        title, *entries = chapter.split("\n### ")
+        found[title.strip()] = [
+            Entry(entry.partition("\n")[0], _said(entry, "Cause"), _said(entry, "Remedy"))
+            for entry in entries
+        ]
+    return found
+
+
+def _said(entry: str, what: str) -> str:
+    found = re.search(rf"^{what}: (.*)$", entry, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def entries_in(page: str) -> list[Entry]:
+    """Return the entries of all chapters."""
+    return [entry for entries in chapters_in(page).values() for entry in entries]
+
+
+def render(page: str, messages: dict[str, str]) -> str:
+    """Return *page* with all anew that is not written by hand.
+
+    By hand are what stands above the versions, chapters, keys, causes and remedies. *messages* has
+    the example of each key.
+    """
+    head = page.partition("## Tested versions\n")[0]
+    head = re.sub(r"There are \d+ keys", f"There are {len(entries_in(page))} keys", head)
+    chapters = chapters_in(page)
+    parts = [head + versions(), "## Keys\n"]
+    parts.append("\n".join(_chapter_index(*each) for each in chapters.items()))
     beginnings = _beginnings()
-    for chapter in CHAPTERS:
-        parts.append(f"\n## {chapter.title}\n")
-        parts.extend(_entry(e, messages.get(e.key), beginnings[e.key]) for e in chapter.entries)
+    for title, entries in chapters.items():
+        parts.append(f"\n## {title}\n")
+        parts.extend(_entry(e, messages.get(e.key), beginnings[e.key]) for e in entries)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _chapter_index(title: str, entries: tuple[Entry, ...]) -> str:
+def _chapter_index(title: str, entries: list[Entry]) -> str:
     links = ", ".join(f"[{e.key}](#{e.key})" for e in entries)
     return f"- {title}: {links}"
 
@@ -129,7 +160,8 @@ def _oldest_command() -> str:
 
 def main(arguments: list[str]) -> None:
     """Run the examples, and write the page; or write it alone."""
-    messages = messages_in(PAGE.read_text(encoding="utf-8")) if "--only" in arguments else {}
+    text = PAGE.read_text(encoding="utf-8")
+    messages = messages_in(text) if "--only" in arguments else {}
     if "--only" not in arguments:
         from tests.catalogue.examples.all_examples import EXAMPLES, message_of
 
@@ -137,7 +169,7 @@ def main(arguments: list[str]) -> None:
         for key in EXAMPLES:
             with tempfile.TemporaryDirectory() as folder:
                 messages[key] = message_of(key, Path(folder))
-    PAGE.write_text(render(messages), encoding="utf-8")
+    PAGE.write_text(render(text, messages), encoding="utf-8")
 
 
 if __name__ == "__main__":

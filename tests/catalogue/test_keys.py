@@ -1,4 +1,4 @@
-"""Every raise of an error and every warning has a key, and the catalogue has each key once."""
+"""Every raise of an error and every warning has a key, and the page has each key once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 from hf_pyao.errors import ConfigError, NoLayersFoundError, PyAOError, warn
 from hf_pyao.text import describe_error
-from hf_pyao.tools.catalogue.all_entries import CATALOGUE, CHAPTERS
+from tests.catalogue.page import PAGE, entries_in
 from tests.catalogue.sites import ROOT, foreign_raises, key_of_class, sites
+
+ENTRIES = entries_in(PAGE.read_text(encoding="utf-8"))
 
 FOREIGN = {
     ("__init__.py", "AttributeError"): "what `import *` and hasattr expect",
@@ -33,9 +35,8 @@ FOREIGN = {
     ("engine/stores/shared_memory.py", "OSError"): "as the system call would; caught by the store",
     ("files.py", "ValueError"): "caught in this file",
     ("model/losses/stand_in.py", "AttributeError"): "what hasattr expects",
-    ("model/tiles/endings.py", "NeedsValuesError"): "why an MLP is left alone",
-    ("model/tiles/token_wise.py", "NotTokenWise"): "why an MLP is left alone",
-    ("model/tiles/weight_sums.py", "NeedsValuesError"): "why an MLP is left alone",
+    ("model/tiles/linears.py", "NeedsValuesError"): "why an MLP is left alone",
+    ("model/tiles/mlp_kinds.py", "NotTokenWise"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
     ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",
@@ -52,7 +53,7 @@ def test_every_error_and_warning_has_a_key() -> None:
     without = [f"{site.where} {site.words}" for site in sites() if site.key is None]
     assert not without, (
         "give an error `key=...`, and a warning `errors.warn(logger, key, ...)`; take a key of "
-        "hf_pyao/tools/catalogue, or add one there"
+        "hf_pyao/TROUBLESHOOTING.md, or add one there"
     )
 
 
@@ -61,10 +62,10 @@ def test_the_search_finds_the_places() -> None:
     assert {"ConfigError", "NoPlanFitsError"} <= set(key_of_class())
 
 
-def test_the_catalogue_has_the_keys_that_are_used() -> None:
+def test_the_page_has_the_keys_that_are_used() -> None:
     used = {site.key for site in sites() if site.key} | {k for k in key_of_class().values() if k}
     used |= {"nothing-offloaded", "no-effect"}  # NoEffect.key chooses
-    assert used == set(CATALOGUE)
+    assert used == {entry.key for entry in ENTRIES}
 
 
 def test_other_errors_are_signals_inside_of_hf_pyao() -> None:
@@ -73,9 +74,8 @@ def test_other_errors_are_signals_inside_of_hf_pyao() -> None:
 
 
 def test_entries_are_whole_sentences() -> None:
-    entries = [entry for chapter in CHAPTERS for entry in chapter.entries]
-    assert len(entries) == len(CATALOGUE), "a key is there once"
-    for entry in entries:
+    assert len(ENTRIES) == len({entry.key for entry in ENTRIES}), "a key is there once"
+    for entry in ENTRIES:
         assert re.fullmatch(r"[a-z]+(-[a-z]+)*", entry.key)
         for text in (entry.cause, entry.remedy):
             assert text.endswith((".", ")")) and "  " not in text

@@ -15,6 +15,7 @@ TRIGGERED_BY = {
     "micro-batch-not-chosen": "tests/hf/micro_batch/test_auto_micro_batch.py::test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error",
     "micro-batch-ran-again": "tests/auto/retry/test_out_of_memory_cases.py::test_one_that_never_ends_is_ended",
     "mlp-not-tiled": "tests/engine/recompute/test_tiles_and_segments.py::test_mlps_that_draw_numbers_of_others",
+    "mlp-not-the-same": "tests/model/tiles/test_comparison.py::test_ranks_give_one_answer",
     "no-plan-fits": "tests/auto/test_auto_levers.py::test_what_was_given_stays",
     "disk-full": "tests/engine/stores/test_disk_store.py::test_training_goes_on_where_nothing_is_lost[allocate-28-disk-full]",
     "disk-stopped": "tests/engine/stores/test_disk_store.py::test_training_goes_on_where_nothing_is_lost[write-5-disk-stopped]",

@@ -6,20 +6,17 @@ and compared with a bound, since tiles add in another order; else they are compa
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
 from hf_pyao.errors import PyAOError
-from hf_pyao.model.tiles import mlp_proof
 from tests.engine.runtime.program_steps import (
     AROUND,
     AROUND_OF_THREAD,
@@ -235,32 +232,13 @@ class Program:
         return found
 
 
-@contextlib.contextmanager
-def proofs_made_once() -> Iterator[None]:
-    """Prove once in this process that the MLP of the programs may run in tiles."""
-    prove = mlp_proof._prove
-
-    def known(mlp: Any) -> Any:
-        dtype = mlp.up.weight.dtype
-        if dtype not in _PROOFS:
-            _PROOFS[dtype] = prove(mlp)
-        return _PROOFS[dtype]
-
-    with mock.patch.object(mlp_proof, "_prove", known):
-        yield
-
-
-_PROOFS: dict[torch.dtype, Any] = {}
-
-
 def of_seed(seed: int) -> list[str] | str:
     """Run the program of *seed*: every tenth in two threads; see :meth:`Program.differences`."""
-    with proofs_made_once():
-        if seed % 20 == 0:
-            return in_two_threads(seed)
-        if seed % 20 == 10:
-            return in_shared_threads(seed)
-        return Program(seed).differences()
+    if seed % 20 == 0:
+        return in_two_threads(seed)
+    if seed % 20 == 10:
+        return in_shared_threads(seed)
+    return Program(seed).differences()
 
 
 def in_two_threads(seed: int) -> list[str] | str:

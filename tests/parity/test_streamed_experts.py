@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def streamed(model: nn.Module, **settings: Any) -> Offloader:
     return attach(model, PyAOConfig(stream_weights=0, **settings))
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=25)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager", "batched_mm"])
 @pytest.mark.parametrize("model_type", MIXTURES)
@@ -99,7 +98,7 @@ def test_of_each_mixture(model_type: str, experts: str, precision: str) -> None:
     check(model, f"{model_type}, {experts}, {precision}", autocast)
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=29)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
@@ -150,26 +149,6 @@ def test_at_every_operation_two_groups_are_on_the_device_and_the_graph_holds_non
         assert blocks.most == 2
         assert ring.counts.num_left == 0
         assert ring.num_late_uploads == 0
-
-
-@in_groups
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
-def test_uploads_are_those_of_a_ring_and_none_is_late(experts: str) -> None:
-    model = mixture("mixtral", experts)
-    with streamed(model) as offloader:
-        assert offloader.weights is not None
-        ring = offloader.weights.ring
-        assert ring is not None
-        num_blocks = len(ring.blocks)
-        counts = [0]
-        for _ in range(3):  # many tokens: each group has some
-            model(**tiny_batch(0, size=4, length=16)).loss.backward()
-            counts.append(ring.num_uploads)
-        steps = [after - before for before, after in itertools.pairwise(counts)]
-        assert steps == [2 * num_blocks - 2, 2 * (num_blocks - 2), 2 * (num_blocks - 2)]
-        assert ring.num_late_uploads == 0
-        once = sum(weight.nbytes for block in ring.blocks for weight in block.weights)
-        assert ring.counts.uploaded_bytes < 6 * once
 
 
 @in_groups

@@ -13,9 +13,8 @@ import pytest
 import gpu_day
 from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, OK, OUT_OF_MEMORY, TIMED_OUT
 from hf_pyao.tools.bench import processes
-from hf_pyao.tools.bench.processes import Deadline
 from on_gpu import day, parts
-from on_gpu.day import Journal, Line, problems_of, read_lines, run_part, run_parts
+from on_gpu.day import Deadline, Journal, Line, problems_of, read_lines, run_part, run_parts
 from on_gpu.measure import Lab, measure
 from on_gpu.page import page_of
 from on_gpu.parts import PARTS, Request

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from hf_pyao import cli
-from hf_pyao.tools import options
-from hf_pyao.tools.options import commands_of, options_page
+from tests.tools.options_page import PAGE, commands_of, options_page
 
 
 def test_the_page_is_what_the_commands_take() -> None:
-    page = Path(options.__file__).with_name("OPTIONS.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert page == options_page(cli.make_parser()), "generate it anew, as the page says"
 
 

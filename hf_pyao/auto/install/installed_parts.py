@@ -21,7 +21,6 @@ from hf_pyao.model.map.module_map import FoundLayers
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
     from hf_pyao.model.head.head_loss import HeadLoss
-    from hf_pyao.model.tiles.mlp_proof import Proofs
     from hf_pyao.model.tiles.mlp_tiles import MLPTiles
 
 
@@ -71,7 +70,6 @@ class InstalledParts:
         second_runs: SecondRuns | None = None,
         may_come: frozenset[str] = frozenset(),
         streaming: StreamedLayers | None = None,
-        proofs: Proofs | None = None,
     ) -> None:
         """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
 
@@ -85,7 +83,6 @@ class InstalledParts:
             second_runs: compares tiles that run again with their first run.
             may_come: levers that plans of policy ``auto`` may set later.
             streaming: streams the frozen weights; None: all are on the device.
-            proofs: what is known of equal MLPs already; None: nothing.
 
         Raises:
             ConfigError: the model has no head, MLP or attention that can be exchanged.
@@ -98,7 +95,7 @@ class InstalledParts:
         if levers.mlp_tiles != "off":
             from hf_pyao.model.tiles.mlp_tiles import install_mlp_tiles
 
-            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, second_runs, proofs)
+            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, second_runs)
         if levers.attention_groups != "off" or "attention_groups" in may_come:
             from hf_pyao.model.attention.attention_groups import groups_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,7 +137,14 @@ class RingOnModel:
         weight = ring.weight_of(parameter)
         if weight is not None and weight.groups:
             make: Callable[[], Any] = functools.partial(ExpertsInGroups, weak, weight)
-            ring.add_place(weight.block, Place(module, name, is_meant, make), is_of_groups=True)
+            table = module._parameters
+
+            def is_shadowed(found: object) -> bool:
+                """The parameter stays in its table, for those who list the module's parameters."""
+                return found is None and table.get(name) is ref()
+
+            place = Place(module, name, is_shadowed, make, is_parameter=False)
+            ring.add_place(weight.block, place, is_of_groups=True)
             return
         parts = self._in_parts.get(id(parameter)) if weight is None else None
         if parts is not None:
@@ -173,7 +181,8 @@ class RingOnModel:
 
         ring.add_place(weight.block, Place(module, name, is_meant, parameter_on_device))
         if packed.has_state:
-            place = Place(module, "state", lambda _: True, state_on_device, is_parameter=False)
+            is_there = functools.partial(operator.is_not, None)
+            place = Place(module, "state", is_there, state_on_device, is_parameter=False)
             ring.add_place(weight.block, place)
         self._readers.exchange(module, _QUANTISED, QuantisedForward(ring, weight.block))
 

@@ -76,7 +76,7 @@ class Say:
 
     line: str
     key: str = ""
-    """Of the catalogue of warnings; empty: the line is no warning."""
+    """Of TROUBLESHOOTING.md; empty: the line is no warning."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from hf_pyao.auto.install.lever_switch import LeverSwitch
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.states import Options, Ready, State, Target
@@ -24,6 +25,9 @@ from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
 
+Perform: TypeAlias = Callable[[do.Action, State], on.Event | None]
+"""Performs an action; returns the event that answers it, if there is one."""
+
 MOST_TRANSITIONS = 200
 """Newest transitions that are kept for the run's report."""
 
@@ -32,21 +36,6 @@ _RESUMED = (
     *(do.ForgetForward, do.StreamAll),
 )
 """Actions that an interrupt only delays: they are performed before the next event."""
-
-
-class Switch(Protocol):
-    """Sets the options of the step: segments, tiles, groups."""
-
-    configured: Levers
-
-    @property
-    def levers(self) -> Levers:
-        """Those of the next forward."""
-        ...
-
-    def set(self, levers: Levers) -> None:
-        """Run the next forward with *levers*."""
-        ...
 
 
 class Residency(Protocol):
@@ -62,14 +51,6 @@ class Residency(Protocol):
 
     def stream_all(self) -> None:
         """Let none stay."""
-        ...
-
-
-class Performer(Protocol):
-    """Performs what is no exchange of the policy."""
-
-    def perform(self, action: do.Action, state: State) -> on.Event | None:
-        """Perform *action*; return the event that answers it, if there is one."""
         ...
 
 
@@ -125,7 +106,7 @@ class Driver:
         self,
         engine: OffloadEngine,
         policies: Policies,
-        switch: Switch,
+        switch: LeverSwitch,
         state: State,
         residency: Residency | None = None,
     ) -> None:
@@ -133,7 +114,7 @@ class Driver:
         self._engine = weakref.ref(engine)
         self._policies = policies
         self._switch = switch
-        self._performer: Callable[[], Performer | None] = lambda: None
+        self._perform_other: Callable[[], Perform | None] = lambda: None
         self.state = state
         """What is known now; replaced by :meth:`send` alone."""
         self._events: deque[on.Event] = deque()
@@ -143,9 +124,9 @@ class Driver:
         self._answer: str | None = None
         self._transitions: deque[dict[str, Any]] = deque(maxlen=MOST_TRANSITIONS)
 
-    def perform_with(self, performer: Performer) -> None:
-        """Let *performer* perform the actions that exchange no policy. It is held weakly."""
-        self._performer = weakref.ref(performer)
+    def perform_with(self, perform: Perform) -> None:
+        """Let a method perform the actions that exchange no policy. Its object is held weakly."""
+        self._perform_other = weakref.WeakMethod(perform)
 
     def send(self, event: on.Event) -> str | None:
         """Tell the machine of *event*, and perform what it decides.
@@ -221,8 +202,8 @@ class Driver:
             if self._residency is not None:
                 self._residency.stream_all()
             return None
-        performer = self._performer()
-        return None if performer is None else performer.perform(action, self.state)
+        perform = self._perform_other()
+        return None if perform is None else perform(action, self.state)
 
     def _use(self, use: do.Use) -> None:
         engine = self._engine()

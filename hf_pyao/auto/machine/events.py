@@ -212,9 +212,3 @@ Event: TypeAlias = (
     | Failed
     | Detached
 )
-
-EVENTS: tuple[type[Event], ...] = (
-    *(Starts, Unlimited, PlanGiven, Trained, Forward, Profiled, MeasuredNothing, Timed, Planned),
-    *(NotPlanned, Judged, Heard, Refused, SecondRunWrong, OutOfMemory, GivesUp, Interrupted),
-    *(Failed, Detached),
-)

@@ -1,9 +1,8 @@
 """The machine that decides which policy an attached model follows: a pure table, without torch.
 
 ``next_state(state, event)`` returns the next state and the actions to perform. It performs nothing
-and asks nothing: what it must know comes with the event. Each mode has an answer for each event,
-either a :class:`Rule` or an entry in its set of ignored events. ``MACHINE.md`` beside this file is
-the table as a page, written by ``page.py``.
+and asks nothing: what it must know comes with the event. Each mode has a :class:`Rule` for the
+events that change something in it. ``MACHINE.md`` beside this file is the table as a page.
 
 A policy is in use because of exactly one thing at a time: see ``State.target``. Whenever a rule
 changes the target, its actions hold the ``Use`` that brings it about.
@@ -189,49 +188,4 @@ TABLE: Mapping[Mode, Mapping[type[on.Event], Rule]] = MappingProxyType(
         Mode.DETACHED: {},
     }
 )
-"""What each mode does on each event; an event that is not there changes nothing: ``IGNORED``."""
-
-_AT_ATTACH = frozenset({on.Starts, on.Unlimited})
-_ANSWERS = frozenset({on.Planned, on.NotPlanned, on.Judged})
-_OF_FORWARDS = frozenset({on.Trained, on.Forward, on.Heard, on.Refused, on.Interrupted, on.Failed})
-_OF_MEASURING = frozenset({on.Profiled, on.MeasuredNothing, on.Timed, on.GivesUp})
-
-IGNORED: Mapping[Mode, frozenset[type[on.Event]]] = MappingProxyType(
-    {
-        Mode.OFF: _ANSWERS | _OF_FORWARDS | _OF_MEASURING,
-        Mode.KEEPING: _AT_ATTACH | _ANSWERS | _OF_FORWARDS | _OF_MEASURING,
-        Mode.MEASURING: _AT_ATTACH | _ANSWERS | {on.Forward, on.Refused, on.Interrupted, on.Timed},
-        Mode.TIMING: _AT_ATTACH
-        | _ANSWERS
-        | {on.Refused, on.Interrupted, on.Profiled, on.MeasuredNothing},
-        Mode.LISTENING: (
-            _AT_ATTACH
-            | _ANSWERS
-            | {on.Forward, on.Refused, on.Interrupted}
-            | {on.Profiled, on.MeasuredNothing, on.Timed}
-        ),
-        Mode.RECORDING: _AT_ATTACH
-        | _OF_MEASURING
-        | {on.Judged, on.Trained, on.Forward, on.Heard, on.Refused},
-        Mode.CHECKING: (
-            _AT_ATTACH | _ANSWERS | {on.Interrupted, on.Profiled, on.MeasuredNothing, on.GivesUp}
-        ),
-        Mode.FOLLOWING: _AT_ATTACH | _OF_MEASURING | {on.Planned, on.NotPlanned, on.Interrupted},
-        Mode.ONCE: _AT_ATTACH | _ANSWERS | _OF_MEASURING | {on.Refused, on.Interrupted},
-        Mode.GAVE_UP: (
-            _AT_ATTACH
-            | _ANSWERS
-            | {on.Forward, on.Refused, on.Interrupted}
-            | {on.Profiled, on.MeasuredNothing, on.Timed}
-        ),
-        Mode.TIGHTENED: _AT_ATTACH | _ANSWERS | _OF_FORWARDS | _OF_MEASURING | {on.PlanGiven},
-        Mode.DETACHED: (
-            _AT_ATTACH
-            | _ANSWERS
-            | _OF_FORWARDS
-            | _OF_MEASURING
-            | {on.PlanGiven, on.SecondRunWrong, on.OutOfMemory, on.Detached}
-        ),
-    }
-)
-"""Events that change nothing in a mode. A new event has to be put here or into :data:`TABLE`."""
+"""What each mode does on each event; an event that is not there changes nothing."""

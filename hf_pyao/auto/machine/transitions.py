@@ -25,7 +25,7 @@ def update(state: State, **changes: Any) -> State:
 
 
 def warn(key: str, line: str) -> do.Say:
-    """Return a warning; *key* is of the catalogue."""
+    """Return a warning; *key* is of TROUBLESHOOTING.md."""
     return do.Say(line, key)
 
 

@@ -7,36 +7,12 @@ this model's streamed weights come and go. Each plan reads it anew.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
+from hf_pyao.auto.install.layer_weights import LayerWeights
 from hf_pyao.engine.stores.store import Store
 from hf_pyao.engine.transfer.tiers import Tiers
 from hf_pyao.plan.hardware.speeds import DiskModel
 from hf_pyao.plan.step.disk_share import PlacedWeights
-
-
-class StreamsWeights(Protocol):
-    """What streams a model's weights, as far as host and disk are concerned."""
-
-    @property
-    def has_disk(self) -> bool:
-        """Whether weights may lie on a disk."""
-        ...
-
-    @property
-    def placed_on_disk(self) -> PlacedWeights | None:
-        """The layers that lie on the disk; None: none do."""
-        ...
-
-    @property
-    def disk_read_gib_per_s(self) -> float | None:
-        """Speed at which they were read; None: they were not."""
-        ...
-
-    @property
-    def taken_bytes(self) -> int:
-        """What the weights of layers take of the capacity of the host's store now."""
-        ...
 
 
 class MeasuredHostAndDisk:
@@ -51,7 +27,7 @@ class MeasuredHostAndDisk:
         weights: what streams the model's weights; None: nothing.
     """
 
-    def __init__(self, tiers: Tiers, weights: StreamsWeights | None = None) -> None:
+    def __init__(self, tiers: Tiers, weights: LayerWeights | None = None) -> None:
         self._hosts = [store for store in tiers.stores if store.is_host_memory]
         self._disks: list[Store] = [store for store in tiers.stores if not store.is_host_memory]
         self._weights = weights

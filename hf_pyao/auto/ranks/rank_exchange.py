@@ -66,9 +66,17 @@ class RankExchange:
         Args:
             wait_s: how long to wait for them.
         """
+        return self._heard(range(self.num_ranks), wait_s)
+
+    def heard_from(self, rank: int, *, wait_s: float = 0.0) -> str | None:
+        """Return what one rank told; None if it has not yet; *wait_s* as for :meth:`heard`."""
+        found = self._heard([rank], wait_s)
+        return None if found is None else found[0]
+
+    def _heard(self, ranks: Sequence[int], wait_s: float) -> list[str] | None:
         if self._store is None:
             return None
-        keys = [self._key(rank) for rank in range(self.num_ranks)]
+        keys = [self._key(rank) for rank in ranks]
         try:
             if wait_s:
                 self._store.wait(keys, timedelta(seconds=wait_s))
@@ -77,26 +85,6 @@ class RankExchange:
             return [self._store.get(key).decode("utf-8") for key in keys]
         except Exception as error:  # a rank that ended takes the store with it
             logger.debug("nothing was heard from the other ranks: %s", error)
-            return None
-
-    def heard_from(self, rank: int, *, wait_s: float = 0.0) -> str | None:
-        """Return what one rank told; None if it has not yet.
-
-        Args:
-            rank: which.
-            wait_s: how long to wait for it.
-        """
-        if self._store is None:
-            return None
-        try:
-            if wait_s:
-                self._store.wait([self._key(rank)], timedelta(seconds=wait_s))
-            elif not self._store.check([self._key(rank)]):
-                return None
-            text: str = self._store.get(self._key(rank)).decode("utf-8")
-            return text
-        except Exception as error:  # a rank that ended takes the store with it
-            logger.debug("nothing was heard from rank %d: %s", rank, error)
             return None
 
     def _key(self, rank: int) -> str:

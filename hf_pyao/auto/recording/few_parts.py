@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from unittest import mock
 
 from torch._guards import active_fake_mode
 
-from hf_pyao.model.gradient_buffer import RowBlocks
-from hf_pyao.model.losses.chunking import TOKEN_MULTIPLE, ChunkPlan
-from hf_pyao.model.tiles import TilePlan
-from hf_pyao.plan.options.group_plan import Group, GroupPlan
-from hf_pyao.plan.step.loops import NUM_SHOWN, Loop
+from hf_pyao.plan.step.loops import NUM_SHOWN, told_of_parts
 from hf_pyao.plan.step.step_recorder import StepRecorder
 
 Part = TypeVar("Part")
@@ -29,57 +24,15 @@ def few_parts(recorder: StepRecorder) -> Iterator[None]:
 
     It stands for all but first and last. Another thread's, on real tensors, are all there.
     """
-    with (
-        _few(ChunkPlan, "slices", recorder, loop_of=_loop_of_chunks),
-        _few(TilePlan, "slices", recorder),
-        _few(RowBlocks, "slices", recorder, loop_of=_loop_of_blocks),
-        _few(GroupPlan, "groups", recorder, _size_of_group),
-    ):
-        yield
 
-
-def _loop_of_chunks(plan: ChunkPlan) -> Loop:
-    return Loop(plan.num_tokens, plan.most_tokens, TOKEN_MULTIPLE)
-
-
-def _loop_of_blocks(blocks: RowBlocks) -> Loop:
-    return Loop(blocks.num_rows, blocks.block_rows)
-
-
-def _size_of_group(group: Group) -> tuple[int, int]:
-    return group.end_sample - group.first_sample, group.end_head - group.first_head
-
-
-@contextmanager
-def _few(
-    kind: type[Any],
-    method: str,
-    recorder: StepRecorder,
-    size_of: Callable[[Any], object] | None = None,
-    loop_of: Callable[[Any], Loop] | None = None,
-) -> Iterator[None]:
-    """Let *method* of *kind*, which yields the parts of a loop, yield few of them.
-
-    Args:
-        kind: has the loop's parts.
-        method: yields them.
-        recorder: told how often a part is to run.
-        size_of: the size of a part; None: all but the last have one size.
-        loop_of: what decides the parts; None: it is no :class:`Loop`.
-    """
-    all_parts = getattr(kind, method)
-
-    def few(plan: Any) -> Iterator[Any]:
-        parts = list(all_parts(plan))
-        recorder.note_loop(None if loop_of is None else loop_of(plan), len(parts))
+    def few(parts: Sequence[Any], size_of: Callable[[Any], object] | None) -> Iterator[Any]:
         if len(parts) <= NUM_SHOWN or active_fake_mode() is None:
             yield from parts
             return
-        runs = [parts] if size_of is None else _runs_of_equal(parts, size_of)
-        for run in runs:
+        for run in [parts] if size_of is None else _runs_of_equal(parts, size_of):
             yield from _shown(run, recorder)
 
-    with mock.patch.object(kind, method, few):
+    with told_of_parts(few):
         yield
 
 

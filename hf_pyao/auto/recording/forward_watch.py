@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,12 +32,8 @@ class Place(IntEnum):
     """Makes it fit where no plan does: it looks whether there is one."""
 
 
-class BeforeForward(Protocol):
-    """Is told of a forward that is about to run."""
-
-    def __call__(self, seen: SeenForward, *, is_first: bool) -> None:
-        """Hear of it; *seen* is what the first one was called with."""
-        ...
+BeforeForward: TypeAlias = Callable[..., None]
+"""Called before a forward with what was seen of it, and whether it is the first (``is_first``)."""
 
 
 class _Listener:

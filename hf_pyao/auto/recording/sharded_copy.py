@@ -37,6 +37,14 @@ class CopyError(PyAOError, RuntimeError):
     key = "step-not-recorded"
 
 
+def groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters that a unit of FSDP2 has, by its state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of ``fully_shard``."""
@@ -53,9 +61,7 @@ class _Call:
         Raises:
             CopyError: it has several.
         """
-        groups = getattr(self.state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12
-            return self.state._fsdp_param_group
+        groups = groups_of(self.state)
         if len(groups) > 1:
             raise CopyError("a unit of FSDP2 has parameters that are sharded over several meshes.")
         return groups[0] if groups else None

@@ -27,7 +27,6 @@ from hf_pyao.model.fake_cuda.quiet import quiet, quiet_fake_tensors
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
-from hf_pyao.model.tiles.mlp_proof import Proofs
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.policies.by_name import make_policy
@@ -117,7 +116,6 @@ def record_fake_step(
     layers: Sequence[str] = (),
     is_whole: bool = False,
     is_other: bool = False,
-    proofs: Proofs | None = None,
     equal_layers: EqualLayers | None = None,
 ) -> tuple[RecordedStep, int]:
     """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
@@ -134,7 +132,6 @@ def record_fake_step(
             step fails without (a model that takes the hidden states of a certain layer).
         is_other: *levers* are looked at beside those that are configured. Nothing is said of the
             step, and with segments each layer has to take part.
-        proofs: what is known of equal MLPs from other steps of the model; None: nothing.
         equal_layers: what is known of its layers from them; None: nothing.
 
     Raises:
@@ -175,7 +172,7 @@ def record_fake_step(
         engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
         lifecycle = make_lifecycle(engine, found, levers)
         installed = InstalledParts()
-        installed.put_on(model, found, lifecycle, levers, proofs=proofs)
+        installed.put_on(model, found, lifecycle, levers)
         try:
             lifecycle.install()
             names = [name for name, _ in found.layers]

@@ -22,7 +22,7 @@ class Place:
     Args:
         module: held weakly.
         name: of the attribute.
-        is_meant: says of what is there whether it is to be exchanged.
+        is_meant: says of what is there whether it is to be exchanged; of None, if there is nothing.
         make: makes what is there on the device, once its block is there.
         is_parameter: it is in the module's table of parameters; else a plain attribute.
     """
@@ -48,18 +48,21 @@ class Place:
         """Put there what is on the device."""
         table = self._table()
         found = table.get(self._name)
-        if found is not None and self._is_meant(found):
-            self._on_device = self._make()
+        if self._is_meant(found):
             self._on_host = found
+            self._on_device = self._make()
             table[self._name] = self._on_device
 
     def take_out(self) -> None:
         """Undo :meth:`put_in`. It may be called again."""
-        if self._on_host is not None:
+        if self._on_device is not None:
             table = self._table()
             found = table.get(self._name)
             if found is self._on_device or _are_over_the_same(found, self._on_device):
-                table[self._name] = self._on_host
+                if self._on_host is None:
+                    del table[self._name]
+                else:
+                    table[self._name] = self._on_host
         self._on_host = self._on_device = None
 
     def _table(self) -> dict[str, Any]:

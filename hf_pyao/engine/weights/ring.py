@@ -50,11 +50,11 @@ _PLAIN = frozenset({torch.Tensor, DeviceWeight})
 
 
 class _Call:
-    """A forward of a layer that runs."""
+    """A forward of a layer that runs, or its backward."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, *, is_in_groups: bool = False) -> None:
         self.layer = layer
-        self.is_in_groups = False
+        self.is_in_groups = is_in_groups
         """Its experts run, of which groups are on the device one after another."""
 
 
@@ -115,7 +115,8 @@ class WeightRing(RingSchedule):
         self._exchanged: set[tuple[int, bool]] = set()
         """Those that may have what is on the device."""
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._backward_layer: int | None = None
+        self._backward: _Call | None = None
+        """That of the layer whose backward runs; in groups where the layer has several blocks."""
         self._backward_task = NO_TASK
         self._spans: dict[int, Sequence[Span]] = {}
         """By block, what is read of its file."""
@@ -162,20 +163,14 @@ class WeightRing(RingSchedule):
                 self._settle()
                 self.ahead()
             yield
-        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
-            torch.set_grad_enabled(has_gradients)
+            self._end(call)
+        except BaseException as error:  # an interrupt, it may be, as grad mode was being exchanged
+            if not isinstance(error, GeneratorExit):  # then this was left behind, and ends now
+                torch.set_grad_enabled(has_gradients)
             self._end(call)
             raise
-        self._end(call)
 
     def _end(self, call: _Call) -> None:
-        try:
-            self._end_once(call)
-        except KeyboardInterrupt:
-            self._end_once(call)
-            raise
-
-    def _end_once(self, call: _Call) -> None:
         with self._lock, unrecorded():
             self._calls.discard(call)
             self._settle()
@@ -188,7 +183,7 @@ class WeightRing(RingSchedule):
             are_read: its experts in groups: its other weights may leave meanwhile. False: those,
                 which come back.
         """
-        calls = [call for call in self._calls if call.layer == layer]
+        calls = [call for call in self._running() if call.layer == layer]
         if all(call.is_in_groups == are_read for call in calls):
             return
         with self._lock, unrecorded():
@@ -204,10 +199,9 @@ class WeightRing(RingSchedule):
         Raises:
             ConflictError: a layer has written into a weight.
         """
-        wanted = {(call.layer, True) for call in self._calls}
-        wanted |= {(call.layer, False) for call in self._calls if not call.is_in_groups}
-        if self._backward_layer is not None:
-            wanted |= {(self._backward_layer, True), (self._backward_layer, False)}
+        running = self._running()
+        wanted = {(call.layer, True) for call in running}
+        wanted |= {(call.layer, False) for call in running if not call.is_in_groups}
         for key in self._exchanged - wanted:
             self._take_out(key)
         for key in wanted - self._exchanged:
@@ -244,10 +238,11 @@ class WeightRing(RingSchedule):
 
     def _pinned(self) -> set[int]:
         """Return the blocks that are not emptied now."""
-        layers = {call.layer for call in self._calls if not call.is_in_groups}
-        if self._backward_layer is not None:
-            layers.add(self._backward_layer)
+        layers = {call.layer for call in self._running() if not call.is_in_groups}
         return {each[0] for layer in layers if (each := self._blocks_of_layer[layer])}
+
+    def _running(self) -> list[_Call]:
+        return [*self._calls, *([] if self._backward is None else [self._backward])]
 
     def _refuse_casts(self) -> None:
         dtype = torch.get_autocast_dtype(self.device.type)
@@ -282,7 +277,7 @@ class WeightRing(RingSchedule):
                         masters.in_file.let_go_of_pages()
                 self._forget_changed_on_host()
                 self.begin(trains=trains)
-                self.current = self._backward_layer = None
+                self.current = self._backward = None
                 self._settle()
                 self.ahead()
         except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
@@ -313,6 +308,8 @@ class WeightRing(RingSchedule):
             elif len(blocks) == 1:
                 self._forget_changed(blocks[0])
                 self._bring(blocks[0], goes_ahead=False)
+            else:
+                self._run_back(layer)
 
     def _run_back(self, layer: int | None) -> None:
         """Note that the backward of *layer* runs; None: that of one which is not streamed."""
@@ -320,13 +317,14 @@ class WeightRing(RingSchedule):
         if task != self._backward_task:
             self._backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if layer != self._backward_layer:
-            self._backward_layer = layer
+        if layer != (None if self._backward is None else self._backward.layer):
+            is_divided = layer is not None and len(self._blocks_of_layer[layer]) > 1
+            self._backward = None if layer is None else _Call(layer, is_in_groups=is_divided)
             self._settle()
 
     def _end_backward(self) -> None:
         with self._lock, unrecorded():
-            self._backward_layer, self._backward_task = None, NO_TASK
+            self._backward, self._backward_task = None, NO_TASK
             self._settle()
 
     def upload_ahead(self) -> None:
@@ -336,18 +334,23 @@ class WeightRing(RingSchedule):
 
     def stop(self) -> None:
         """Let go of the device's memory. Graphs that hold handles bring their blocks again."""
-        with self._lock, unrecorded():
-            self._calls.clear()
-            self._backward_layer = None
-            self._settle()
-            self._places.clear()
-            for held in list(self.slots):
-                if held is not None:
-                    self.forget(held)
-            for each in self.on_device:
-                self._empty(each, refuses=False)
-            if self._read_ahead is not None:
-                self._read_ahead.release()
+        has_gradients = torch.is_grad_enabled()
+        try:
+            with self._lock, unrecorded():
+                self._calls.clear()
+                self._backward = None
+                self._settle()
+                self._places.clear()
+                for held in list(self.slots):
+                    if held is not None:
+                        self.forget(held)
+                for each in self.on_device:
+                    self._empty(each, refuses=False)
+                if self._read_ahead is not None:
+                    self._read_ahead.release()
+        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
+            torch.set_grad_enabled(has_gradients)
+            raise
 
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
@@ -444,8 +447,7 @@ class WeightRing(RingSchedule):
             if goes_ahead:
                 self.ahead()
         if runs_back:
-            layer = self._layer_of[block]
-            self._run_back(layer if len(self._blocks_of_layer[layer]) == 1 else None)
+            self._run_back(self._layer_of[block])
         each.meet()
         return each
 

@@ -1,13 +1,12 @@
-"""The parameter table of a module whose weights are streamed.
+"""The parameter table of a module whose weights are read where a source says.
 
 [Note: Tables]
-``nn.Module`` finds parameters in ``_parameters``. In a module that owns streamed weights this table
-is a dictionary of the same content, whose *look-up* of one name gives the weight on the device
-while a layer's forward, or a backward pass, runs on the thread. Who goes through the table
-(``parameters()``, ``state_dict()``, ``_apply``) finds the Parameter objects. So nothing is ever
-exchanged in the table: an exception in mid-pass, or an interrupt, leaves it as it was. Code that
-reads the weight of another module (as DoRA does), or runs a module again in backward, needs no
-hook.
+``nn.Module`` finds parameters in ``_parameters``. In modules of embeddings and head on the host,
+and of zeroth order, this table is a dictionary of the same content, whose *look-up* of a name gives
+what its source reads on the device. Who goes through the table (``parameters()``, ``state_dict()``,
+``_apply``) finds the Parameter objects. So nothing is ever exchanged in the table: an exception in
+mid-pass, or an interrupt, leaves it as it was. Code that reads the weight of another module (as
+DoRA does) needs no hook.
 
 A copy of the module, and a pickled one, has a plain dictionary.
 """

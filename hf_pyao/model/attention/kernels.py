@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,13 +64,17 @@ class BackwardCall(NamedTuple):
         )
 
 
-class Kernel(Protocol):
-    """A kernel of attention. Tensors have shape (batch, heads, length, head_dim)."""
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of attention: PyTorch's flash attention for CPUs, which allocates little inside.
+
+    Tensors have shape (batch, heads, length, head_dim). Others are its subclasses.
+    """
 
     @property
     def is_deterministic(self) -> bool:
-        """True if its backward takes the algorithm that gives the same bits each time."""
-        ...
+        """True if backward takes an algorithm whose bits depend on how many pairs there are."""
+        return False
 
     def least_pairs(self, length: int, dropout_p: float) -> int:
         """Return the fewest pairs of a sample and a query head with which bits stay the same.
@@ -79,41 +83,54 @@ class Kernel(Protocol):
             length: of the queries.
             dropout_p: the rate of dropout.
         """
-        ...
+        return 1
 
     def least_pairs_of_auto(self, length: int) -> int:
         """Return how many such pairs fill the device well."""
-        ...
+        return 1
 
     def pair_bytes(self, query: Tensor, key: Tensor) -> int:
         """Return what backward allocates inside for one sample and one key-value head, in bytes."""
-        ...
+        return 0
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> tuple[Tensor, ...]:
         """Return the output, the logsumexp of each row (float32), and the state of dropout."""
-        ...
+        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, settings.dropout_p, settings.is_causal, scale=settings.scale
+        )
+        return found
 
     def backward(self, call: BackwardCall) -> None:
         """Write the gradients of query, key and value into ``call.into``."""
-        ...
+        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found: Gradients = backward(
+            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp),
+            *(call.settings.dropout_p, call.settings.is_causal),
+            scale=call.settings.scale,
+        )
+        _write(found, call.into)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state of dropout for the group behind *num_pairs* sample-head pairs."""
-        ...
+        return state
 
     def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and logsumexp as forward allocates them for all of *query*."""
-        ...
+        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
+        batch, heads, length = query.shape[:3]
+        strides = (length * heads, 1, heads)
+        return _like(query), query.new_empty_strided((batch, heads, length), strides, dtype=dtype)
 
     def empty_gradients(self, *inputs: Tensor) -> Gradients:
         """Return the gradients of query, key and value as backward allocates them."""
-        ...
+        query, key, value = map(_tokens_first, inputs)
+        return query, key, value
 
 
 @dataclass(frozen=True)
-class FlashKernel:
+class FlashKernel(Kernel):
     """FlashAttention-2 as PyTorch builds it for CUDA.
 
     A block of the kernel works on one sample, one head and some rows, so that a part of samples and
@@ -233,61 +250,6 @@ class FlashKernel:
 
 
 @dataclass(frozen=True)
-class CPUKernel:
-    """PyTorch's flash attention for CPUs, which allocates next to nothing inside."""
-
-    is_deterministic = False
-    """It has no other algorithm to take."""
-
-    def least_pairs(self, length: int, dropout_p: float) -> int:
-        """Return that there is no least number."""
-        return 1
-
-    def least_pairs_of_auto(self, length: int) -> int:
-        """Return that there is no least number."""
-        return 1
-
-    def pair_bytes(self, query: Tensor, key: Tensor) -> int:
-        """Return that there is nothing to win."""
-        return 0
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> tuple[Tensor, ...]:
-        """Return output and logsumexp."""
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, settings.dropout_p, settings.is_causal, scale=settings.scale
-        )
-        return found
-
-    def backward(self, call: BackwardCall) -> None:
-        """Write the gradients of query, key and value into ``call.into``."""
-        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: Gradients = backward(
-            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp),
-            *(call.settings.dropout_p, call.settings.is_causal),
-            scale=call.settings.scale,
-        )
-        _write(found, call.into)
-
-    def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
-        """Return the state, which is none."""
-        return state
-
-    def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and logsumexp as forward allocates them for all of *query*."""
-        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
-        batch, heads, length = query.shape[:3]
-        strides = (length * heads, 1, heads)
-        return _like(query), query.new_empty_strided((batch, heads, length), strides, dtype=dtype)
-
-    def empty_gradients(self, *inputs: Tensor) -> Gradients:
-        """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = map(_tokens_first, inputs)
-        return query, key, value
-
-
-@dataclass(frozen=True)
 class NoKernel:
     """Why a call of attention is left to torch."""
 
@@ -316,7 +278,7 @@ def chosen_kernel(
     if backend != SDPBackend.FLASH_ATTENTION.value:
         return _OTHERS.get(backend, NoKernel("torch chooses a kernel that is not known"))
     if query.device.type == "cpu":
-        return CPUKernel()
+        return Kernel()
     return flash_kernel_of(query, settings_of(query.device))
 
 

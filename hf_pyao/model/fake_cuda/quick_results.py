@@ -2,10 +2,8 @@
 
 For an operation on fake tensors torch looks into a cache of results, and works out in Python what
 is not there, which takes up to some milliseconds. Half of all operations of a step are views, and
-each micro-batch has sizes of its own. So those that a step is made of are answered here: by torch's
-kernels for the meta device where these are fast, and by an empty tensor where the result's shape
-and dtype are plain (``plain_results``). Whatever is not plain goes the usual way, and says the
-same.
+each micro-batch has sizes of its own. So those whose kernels for the meta device are fast are
+answered by these. Whatever is not plain goes the usual way, and says the same.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-
-from hf_pyao.model.fake_cuda.plain_results import PLAIN_RESULTS
 
 _ATEN: Any = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -76,7 +72,7 @@ _FILLED = frozenset({_ATEN.ones.default, _ATEN.zeros.default})
 _TAKES_LISTS = frozenset({_ATEN.cat.default, _ATEN.index.Tensor, _ATEN.index_put_.default})
 """Operations with tensors in lists."""
 
-_ANSWERED = frozenset({*PLAIN_RESULTS, *_WITH_META_KERNELS, *_FACTORIES})
+_ANSWERED = _WITH_META_KERNELS | _FACTORIES
 
 
 def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,13 +102,8 @@ def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if asked != device:
             return None
         kwargs = {**kwargs, "device": None}
-    work_out = PLAIN_RESULTS.get(func)
-    if work_out is not None:
-        with torch._C._DisableTorchDispatch():
-            found = work_out(*args, **kwargs)
-    else:
-        with in_kernel_invocation_manager(mode):
-            found = func(*args, **kwargs)
+    with in_kernel_invocation_manager(mode):
+        found = func(*args, **kwargs)
     if isinstance(found, tuple):
         return tuple(_faked(each, mode, device) for each in found)
     return _faked(found, mode, device)

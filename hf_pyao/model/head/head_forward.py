@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao.model.head.callers import caller_outside
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.model.head.output_head import (
     PLAIN,
@@ -21,11 +21,10 @@ from hf_pyao.model.head.output_head import (
     has_plain_parameters,
     understand_head,
 )
-from hf_pyao.model.head.put_off_call import LossRequest, PutOffCall
+from hf_pyao.model.head.put_off_call import PutOffCall
 from hf_pyao.model.head.smoothing import Smoothing, Smoothings
 from hf_pyao.model.losses import (
     ChunkPlan,
-    DeferredLogits,
     choose_chunk_tokens,
     chunked_linear_cross_entropy,
     chunked_module_cross_entropy,
@@ -181,43 +180,29 @@ class HeadForward:
         self.counts["read"] += 1
 
     def _compute_loss(
-        self, run: _Run, call: PutOffCall, hidden: Tensor, request: LossRequest
+        self, run: _Run, call: PutOffCall, hidden: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the loss inside the head's own call, where its weight is whole."""
         inner: Any = call.head.inner
-        if run.smoothing is not None and not request.label_smoothing:
-            request = dataclasses.replace(request, label_smoothing=run.smoothing.epsilon)
+        if run.smoothing is not None and not options["label_smoothing"]:
+            options["label_smoothing"] = run.smoothing.epsilon
             run.smoothing.note_applied()
-        chunk_tokens = self._plan(call, hidden, request)
-        expected = _expected_factor(run, request)
+        options["chunk_tokens"] = self._plan(call, hidden, options)
+        options["expected_factor"] = _expected_factor(run, options)
         if not call.head.is_linear:
+            parameters = call.head.trainable()
             return chunked_module_cross_entropy(
-                hidden,
-                call.own_forward,
-                call.head.trainable(),
-                request.labels,
-                logits_dtype=call.dtype,
-                num_vocab=request.num_valid_vocab,
-                chunk_tokens=chunk_tokens,
-                expected_factor=expected,
-                **request.options(),
+                hidden, call.own_forward, parameters, logits_dtype=call.dtype, **options
             )
         weight, waiting = run.tied or (inner.weight, None)
         return chunked_linear_cross_entropy(
-            hidden,
-            weight,
-            request.labels,
-            inner.bias,
-            num_valid_vocab=request.num_valid_vocab,
-            chunk_tokens=chunk_tokens,
-            expected_factor=expected,
-            waiting=waiting,
-            **request.options(),
+            hidden, weight, bias=inner.bias, waiting=waiting, **options
         )
 
-    def _plan(self, call: PutOffCall, hidden: Tensor, request: LossRequest) -> int:
+    def _plan(self, call: PutOffCall, hidden: Tensor, options: dict[str, Any]) -> int:
         """Choose the most tokens per chunk, and note the plan that follows from it."""
-        num_vocab, num_hidden, steps = request.num_valid_vocab, hidden.shape[1], request.transforms
+        num_hidden = hidden.shape[1]
+        num_vocab, steps = options["num_valid_vocab"], options["transforms"]
         chunk_tokens = self._chunk_tokens
         if chunk_tokens is None:
             budget_bytes = self._budget_bytes or default_budget_bytes(hidden.device)
@@ -230,12 +215,12 @@ class HeadForward:
         return chunk_tokens
 
 
-def _expected_factor(run: _Run, request: LossRequest) -> Tensor | None:
+def _expected_factor(run: _Run, options: dict[str, Any]) -> Tensor | None:
     """Return what the model most likely multiplies a sum by next; only roundings depend on it."""
     items = run.num_items
-    if items is None or request.reduction != "sum":
+    if items is None or options["reduction"] != "sum":
         return None
-    one = request.labels.new_ones((), dtype=torch.float32)
+    one: Tensor = options["labels"].new_ones((), dtype=torch.float32)
     return one / (items.to(one.device) if isinstance(items, Tensor) else items)
 
 

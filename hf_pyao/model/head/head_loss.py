@@ -1,7 +1,7 @@
 """The memory-lean head loss on a transformers model: training forwards without the logits.
 
 :func:`install_head_loss` exchanges ``model.forward`` for one that lets the head put its call off
-(model/losses/deferred.py, [Note: Deferred logits]) in forwards that are given labels, in training
+(model/head/deferred.py, [Note: Deferred logits]) in forwards that are given labels, in training
 mode, with gradients on. Everything else, and every model whose head is not understood, runs as
 before. Facts and bounds: HEAD_LOSS.md beside this file.
 """

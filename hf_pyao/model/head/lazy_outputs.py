@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers.utils.generic import ModelOutput
 
-from hf_pyao.model.losses import DeferredLogits
+from hf_pyao.model.head.deferred import DeferredLogits
 
 
 def read_lazily(outputs: Any) -> Any:

@@ -18,44 +18,33 @@ and again before backward goes through it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_pyao.engine.weights.tables import held_on_device
-from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.model.head.output_head import PLAIN, OutputHead
-from hf_pyao.model.losses.transforms import LogitTransform
-from hf_pyao.model.losses.unchanged import Unchanged
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.model.head.output_head import PLAIN, OutputHead, has_plain_parameters
 from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossRequest:
-    """A loss that the model's own code asked for, of logits that were put off."""
+class _Steps:
+    """Counts the steps of all optimizers; fused ones write without a version telling."""
 
-    labels: Tensor
-    """(N,) int64."""
-    transforms: tuple[LogitTransform, ...]
-    """What the model did to its logits before."""
-    num_valid_vocab: int
-    """Columns that the model kept."""
-    ignore_index: int
-    """As in ``F.cross_entropy``."""
-    reduction: str
-    """``"mean"`` or ``"sum"``."""
-    label_smoothing: float
-    """As in ``F.cross_entropy``."""
+    num = 0
 
-    def options(self) -> dict[str, Any]:
-        """Return what both chunked losses take by keyword."""
-        names = ("transforms", "ignore_index", "reduction", "label_smoothing")
-        return {name: getattr(self, name) for name in names}
+    @classmethod
+    def count(cls, *_: Any) -> None:
+        """Count one."""
+        cls.num += 1
 
 
-ComputeLoss = Callable[["PutOffCall", Tensor, LossRequest], Tensor]
+register_optimizer_step_post_hook(_Steps.count)
+
+ComputeLoss = Callable[["PutOffCall", Tensor, dict[str, Any]], Tensor]
+"""Takes the call, hidden states (N, D), and what the chunked losses take by keyword."""
 
 
 class PutOffCall:
@@ -109,53 +98,65 @@ class PutOffCall:
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_enabled(device_type),
         )
-        self._hidden = hidden
-        # Gathered parameters have other versions at every call; their elements tell, inside of it.
+        # Gathered parameters have other versions at every call.
         parameters = [] if head.is_gathered else head.inner.parameters()
-        self._unchanged = Unchanged([hidden, *parameters])
+        self._versions = [(tensor, tensor._version) for tensor in (hidden, *parameters)]
+        self._num_steps = _Steps.num
 
     def project(self, hidden: Tensor, reason: str) -> Tensor:
         """Call the head as the model would have, under the autocast state of then.
 
+        Once the loss is taken the result is not part of its graph, and refuses to be part of
+        another one's; see :class:`_AfterLoss`.
+
         Raises:
-            SavedTensorModifiedError: the head or the hidden states have changed since.
+            SavedTensorModifiedError: an optimizer has stepped since, or the head or the hidden
+                states have changed, or the head was sharded again.
         """
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._unchanged.holds(self._sampled()):
+            is_changed = any(each._version != version for each, version in self._versions)
+            is_stepped = self._num_steps != _Steps.num
+            if is_changed or is_stepped or not has_plain_parameters(self.head.inner):
                 raise SavedTensorModifiedError(
-                    f"outputs.logits was first read (for {reason!r}) after the model's head or its "
-                    "hidden states had changed, by an optimizer step most likely, or after the "
-                    "head had been sharded again; the logits of the forward can no longer be "
-                    "computed. Read outputs.logits before the step (of a head that FSDP shards: "
-                    "before backward), or set head_loss='off'.",
+                    f"outputs.logits was first read (for {reason!r}) after an optimizer had "
+                    "stepped, or the model's head or its hidden states had changed, or the head "
+                    "had been sharded again; the logits of the forward can no longer be computed. "
+                    "Read outputs.logits before the step (of a head that FSDP shards: before "
+                    "backward), or set head_loss='off'.",
                     key="logits-after-change",
                 )
             return self.own_forward(hidden, *args, **kwargs)
 
-        if self.loss_taken:
-            self._note_reading()
         if self.computed_for is None:
             self.computed_for = reason
-        return self._call_head(hidden, forward)
+        if not self.loss_taken:
+            return self._call_head(hidden, forward)
+        self._note_reading()
+        # Not by `with`: [Note: Modes] in model/losses/options.py.
+        logits = torch.no_grad()(self._call_head)(hidden, forward)
+        if self.requires_grad:
+            anchor = logits.new_empty(0, requires_grad=True)
+            logits = _AfterLoss.apply(logits.data, anchor)  # type: ignore[no-untyped-call]
+        return logits
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Return the loss of (N, D) hidden states and (N,) labels, without their logits."""
-        request = LossRequest(labels=labels, **options)
+        """Return the loss of (N, D) hidden states and (N,) labels, without their logits.
+
+        Args:
+            hidden: (N, D).
+            labels: (N,) int64.
+            options: as both chunked losses take them by keyword.
+        """
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with held_on_device(self.head.inner):  # chunks may read its weight several times
-                loss = self._compute_loss(self, hidden, request)
-            self._unchanged.sample(self._sampled())  # from now on the logits may be read late
-            return loss
+                return self._compute_loss(self, hidden, {"labels": labels, **options})
 
         loss = self._call_head(hidden, forward)
         # One without gradients, of logits that have them, is no loss to train with.
         self.loss_taken |= loss.requires_grad or not self.requires_grad
         return loss
-
-    def _sampled(self) -> list[Tensor]:
-        return [self._hidden, *self.head.inner.parameters()]
 
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
         device_type, dtype, enabled = self._autocast
@@ -166,6 +167,26 @@ class PutOffCall:
         call = autocast(self._exchanged.during)
         result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
         return result
+
+
+class _AfterLoss(torch.autograd.Function):
+    """Logits that were read after their loss had been taken without them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, anchor: Tensor) -> Tensor:
+        """Return *logits*; *anchor* makes them part of a graph."""
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        """Refuse: the gradient would be lost."""
+        raise ConflictError(
+            "a loss of outputs.logits goes through backward, but the model's own loss was taken "
+            "without them, and they were computed when they were read, without a graph. Set "
+            "head_loss='off' for losses of the logits (distillation, a penalty on them).",
+            key="logits-gradient",
+        )
 
 
 def _with_gathered(unit: Any, forward: Forward, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From hidden states to the loss without the logits: chunks of tokens, and logits that wait.
+"""From hidden states to the loss without the logits, in chunks of tokens.
 
 Imports only torch and ``hf_pyao.errors``; what is known about transformers' models is in
 ``hf_pyao/model/head/head_loss.py``. The facts (bounds, the chunk rule, losing rows) are in
@@ -10,7 +10,6 @@ from hf_pyao.model.losses.chunking import choose_chunk_tokens as choose_chunk_to
 from hf_pyao.model.losses.cross_entropy import (
     chunked_linear_cross_entropy as chunked_linear_cross_entropy,
 )
-from hf_pyao.model.losses.deferred import DeferredLogits as DeferredLogits
 from hf_pyao.model.losses.through_module import (
     chunked_module_cross_entropy as chunked_module_cross_entropy,
 )

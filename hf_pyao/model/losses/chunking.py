@@ -10,7 +10,7 @@ import torch
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.losses.transforms import LogitTransform, bytes_per_logit
 from hf_pyao.plan.hardware.device_limit import allocator_cap_bytes
-from hf_pyao.plan.step.loops import even_rows
+from hf_pyao.plan.step.loops import even_rows, slices_of
 
 MIB = 2**20
 
@@ -31,8 +31,6 @@ class ChunkPlan:
 
     num_tokens: int
     """Tokens in the batch, ignored ones included."""
-    most_tokens: int
-    """Most tokens that a chunk may have."""
     chunk_tokens: int
     """Tokens in every chunk but the last, which may have fewer."""
     chunk_bytes: int
@@ -45,8 +43,7 @@ class ChunkPlan:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Yield ``(start, stop)`` for each chunk."""
-        for start in range(0, self.num_tokens, self.chunk_tokens):
-            yield start, min(start + self.chunk_tokens, self.num_tokens)
+        return slices_of(self.num_tokens, self.chunk_tokens)
 
 
 def default_budget_bytes(device: torch.device) -> int:
@@ -122,7 +119,6 @@ def plan_chunks(
     chunk_bytes = chunk_tokens * token_bytes(num_vocab, num_hidden, dtype, transforms)
     return ChunkPlan(
         num_tokens=num_tokens,
-        most_tokens=max_chunk_tokens,
         chunk_tokens=chunk_tokens,
         chunk_bytes=chunk_bytes,
     )

@@ -18,8 +18,8 @@ that half-precision gradients are summed in float32 and rounded once, after the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,10 +113,9 @@ def chunked_linear_cross_entropy(
         num_valid_vocab=num_vocab,
         expected_factor=expected_factor,
     )
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), options, waiting
-    )
-    return loss
+    parameters = [weight] if bias is None else [weight, bias]
+    chunks = _LinearChunks(labels.reshape(-1), options, hidden.shape[-1])
+    return chunks.loss([hidden.reshape(-1, hidden.shape[-1]), *parameters], waiting)
 
 
 def _num_valid_vocab(requested: int | None, num_vocab: int) -> int:
@@ -130,120 +129,134 @@ def _num_valid_vocab(requested: int | None, num_vocab: int) -> int:
     return requested
 
 
-@dataclass
-class _Gradients:
-    """What forward leaves to backward; each is None where no gradient is asked for."""
+class Chunks(ABC):
+    """One pass over the tokens: losses per token, and sums of gradients.
 
-    hidden: GradientBuffer | None
-    weight: GradientBuffer | None
-    bias: Tensor | None
-    targets: Targets
+    Args:
+        labels: (N,) int64.
+        options: of the loss.
+        num_hidden: columns of the hidden states.
+    """
+
+    def __init__(self, labels: Tensor, options: LossOptions, num_hidden: int) -> None:
+        self.options = options
+        self.plan: ChunkPlan = plan_chunks(
+            labels.shape[0],
+            options.num_valid_vocab or 1,
+            num_hidden,
+            options.compute_dtype,
+            options.transforms,
+            options.chunk_tokens,
+        )
+        self.loss_dtype = loss_dtype(options.transforms, options.compute_dtype)
+        self.targets = Targets.of(labels, options, self.loss_dtype)
+        # On the labels' device: accelerate may have put the head on another one than its input.
+        self.nll = torch.empty(labels.shape[0], dtype=self.loss_dtype, device=labels.device)
+        self.smooth: Tensor | None = None
+        self.buffers: list[GradientBuffer | None] = []
+        """Of hidden states and parameters; None where no gradient is asked for."""
+
+    def loss(self, tensors: Sequence[Tensor], waiting: WaitingGradient | None = None) -> Tensor:
+        """Return the loss; differentiable once in *tensors*, hidden states (N, D) first.
+
+        Args:
+            tensors: hidden states, and parameters that may be trained.
+            waiting: where the gradient of the first parameter waits; None: nowhere.
+        """
+        loss: Tensor = _ChunkedLoss.apply(self, waiting, *tensors)  # type: ignore[no-untyped-call]
+        return loss
+
+    def run(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+        """Go through all chunks and return the loss; the gradients are in :attr:`buffers`."""
+        self.buffers = [
+            self._buffer(at, tensor) if need else None
+            for at, (tensor, need) in enumerate(zip(tensors, needs_grad, strict=True))
+        ]
+        self._begin(*tensors)
+        for start, stop in self.plan.slices():
+            self._chunk(start, stop)
+        loss = reduce_loss(self.nll, self.smooth, self.targets, self.options)
+        return loss.to(final_dtype(self.options.transforms, self.options.compute_dtype))
+
+    def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
+        return GradientBuffer.of(tensor)
+
+    @abstractmethod
+    def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
+        """Prepare for the chunks."""
+
+    @abstractmethod
+    def _chunk(self, start: int, stop: int) -> None:
+        """Add the tokens from *start* to *stop* to the losses and the gradients."""
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """See [Note: Gradients in forward]. Gradients are kept on ctx, not saved for backward:
     saved-tensor hooks would move them, and they are used up in place."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: LossOptions,
-        waiting: WaitingGradient | None,
+        ctx: Any, chunks: Chunks, waiting: WaitingGradient | None, *tensors: Tensor
     ) -> Tensor:
         """Compute the loss and the gradients; see [Note: Gradients in forward]."""
-        ctx.waiting = waiting
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        chunks = _Chunks(hidden, weight, bias, labels, options, ctx.needs_input_grad)
-        # Not by `with`: [Note: Modes] in options.py.
-        loss: Tensor = torch.autocast(hidden.device.type, enabled=False)(chunks.run)()
-        ctx.gradients = chunks.gradients
+        loss = chunks.run(tensors, ctx.needs_input_grad[2:])
+        ctx.waiting, ctx.shapes = waiting, [tensor.shape for tensor in tensors]
+        ctx.gradients = chunks.buffers, chunks.targets
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by *grad_loss*, using them up unless the graph is kept."""
         refuse_double_backward()
-        gradients: _Gradients | None = ctx.gradients
-        if gradients is None:
+        if ctx.gradients is None:
             raise used_up()
         keep = graph_is_kept()
+        buffers, targets = ctx.gradients
         if not keep:
             ctx.gradients = None
-        targets = gradients.targets
         scale = targets.scale(grad_loss)
-        hidden = weight = bias = None
-        if gradients.hidden is not None and ctx.needs_input_grad[0]:
-            hidden = gradients.hidden.finish(targets.row_scale(grad_loss), keep=keep)
-        if gradients.weight is not None and ctx.needs_input_grad[1]:
-            weight = gradients.weight.finish(scale, keep=keep)
-            if ctx.waiting is not None and ctx.waiting.put(weight):
-                weight = None
-        if gradients.bias is not None and ctx.needs_input_grad[2]:
-            bias = (gradients.bias * scale).to(ctx.bias_dtype)
-        return hidden, weight, bias, None, None, None
+        results: list[Tensor | None] = []
+        for at, (buffer, shape) in enumerate(zip(buffers, ctx.shapes, strict=True)):
+            if buffer is None or not ctx.needs_input_grad[2 + at]:
+                results.append(None)
+                continue
+            factor = scale if at else targets.row_scale(grad_loss)
+            found = buffer.finish(factor, keep=keep).view(shape)
+            is_waiting = at == 1 and ctx.waiting is not None and ctx.waiting.put(found)
+            results.append(None if is_waiting else found)
+        return None, None, *results
 
 
-class _Chunks:
-    """One pass over the tokens: reused buffers, sums of gradients, losses per token."""
+class _LinearChunks(Chunks):
+    """Chunks through one matrix, with reused buffers."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: LossOptions,
-        needs_grad: tuple[bool, ...],
-    ) -> None:
-        num_tokens, num_hidden = hidden.shape
-        num_vocab = options.num_valid_vocab or weight.shape[0]
-        dtype, device = options.compute_dtype, hidden.device
-        self.options = options
+    def run(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+        """Go through all chunks and return the loss."""
+        # Not by `with`: [Note: Modes] in options.py.
+        run = torch.autocast(tensors[0].device.type, enabled=False)(super().run)
+        loss: Tensor = run(tensors, needs_grad)
+        return loss
+
+    def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
+        """Return a buffer; that of weight and bias is cut to the vocabulary."""
+        columns = tensor.shape[1] if tensor.dim() == 2 else 1
+        valid = self.options.num_valid_vocab if at else None
+        return GradientBuffer(tensor.shape[0], columns, tensor.dtype, tensor.device, valid)
+
+    def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
+        weight, *biases = parameters
+        dtype, device = self.options.compute_dtype, hidden.device
+        num_vocab = self.options.num_valid_vocab or weight.shape[0]
         self.hidden = hidden
         self.weight = weight[:num_vocab].to(dtype)
-        self.bias = None if bias is None else bias[:num_vocab].to(dtype)
-        self.plan: ChunkPlan = plan_chunks(
-            num_tokens, num_vocab, num_hidden, dtype, options.transforms, options.chunk_tokens
-        )
-        self.loss_dtype = loss_dtype(options.transforms, dtype)
-        self.targets = Targets.of(labels, options, self.loss_dtype)
-        self.nll = torch.empty(num_tokens, dtype=self.loss_dtype, device=device)
-        self.smooth = torch.empty_like(self.nll) if options.label_smoothing else None
-        rows = min(self.plan.chunk_tokens, num_tokens)
+        self.bias = biases[0][:num_vocab].to(dtype) if biases else None
+        if self.options.label_smoothing:
+            self.smooth = torch.empty_like(self.nll)
+        rows = min(self.plan.chunk_tokens, hidden.shape[0])
         self.logits = torch.empty(rows, num_vocab, dtype=dtype, device=device)
         self.log_probs = torch.empty(rows, num_vocab, dtype=self.loss_dtype, device=device)
-        wants_hidden, wants_weight, wants_bias = needs_grad[:3]
-        bias_dtype = torch.promote_types(dtype, torch.float32)
-        self.gradients = _Gradients(
-            hidden=GradientBuffer(num_tokens, num_hidden, hidden.dtype, device)
-            if wants_hidden
-            else None,
-            weight=GradientBuffer(weight.shape[0], num_hidden, weight.dtype, device, num_vocab)
-            if wants_weight
-            else None,
-            bias=torch.zeros(weight.shape[0], dtype=bias_dtype, device=device)
-            if wants_bias
-            else None,
-            targets=self.targets,
-        )
-        self.wants_grad = any(needs_grad[:3])
-
-    def run(self) -> Tensor:
-        """Go through all chunks and return the loss."""
-        for start, stop in self.plan.slices():
-            self._chunk(start, stop)
-        loss = reduce_loss(self.nll, self.smooth, self.targets, self.options)
-        return loss.to(self._end_dtype())
-
-    def _end_dtype(self) -> torch.dtype:
-        return final_dtype(self.options.transforms, self.options.compute_dtype)
 
     def _chunk(self, start: int, stop: int) -> None:
-        """Add the tokens from *start* to *stop* to the losses and the gradients."""
         hidden = self.hidden[start:stop].to(self.options.compute_dtype)
         logits = self._project(hidden)
         saved = []
@@ -260,7 +273,7 @@ class _Chunks:
         )
         if self.smooth is not None:
             self.smooth[start:stop] = -log_probs.sum(dim=1)
-        if not self.wants_grad:
+        if not any(self.buffers):
             return
         grad = self._loss_gradient(log_probs, logits, start, stop).to(end_dtype)
         for transform, kept in zip(reversed(self.options.transforms), reversed(saved), strict=True):
@@ -299,10 +312,11 @@ class _Chunks:
         """Add a chunk's share. *room* is a buffer of the loss that is free now."""
         if grad.dtype.itemsize == 2 and not has_wide_products(grad):
             grad, hidden = room.copy_(grad), hidden.to(room.dtype)
-        if self.gradients.hidden is not None:
-            self.gradients.hidden.write_rows(start, wide_product(grad, self.weight))
-        if self.gradients.bias is not None:
-            valid = self.gradients.bias[: grad.shape[1]]
-            valid += grad.sum(dim=0, dtype=valid.dtype)
-        if self.gradients.weight is not None:
-            self.gradients.weight.add_product(grad, hidden)
+        of_hidden, of_weight, *of_biases = self.buffers
+        if of_hidden is not None:
+            of_hidden.write_rows(start, wide_product(grad, self.weight))
+        for of_bias in of_biases:
+            if of_bias is not None:
+                of_bias.add(grad.sum(dim=0, dtype=of_bias.wide_dtype))
+        if of_weight is not None:
+            of_weight.add_product(grad, hidden)

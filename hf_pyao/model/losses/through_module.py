@@ -9,25 +9,14 @@ trainable matrix, whose gradient exists once more per chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.gradient_buffer import GradientBuffer
-from hf_pyao.model.losses.chunking import plan_chunks
-from hf_pyao.model.losses.options import (
-    LossOptions,
-    Targets,
-    check_shapes,
-    graph_is_kept,
-    reduce_loss,
-    refuse_double_backward,
-    transforms_of,
-    used_up,
-)
-from hf_pyao.model.losses.transforms import LogitTransform, apply_all, final_dtype, loss_dtype
+from hf_pyao.model.losses.cross_entropy import Chunks
+from hf_pyao.model.losses.options import LossOptions, Targets, check_shapes, transforms_of
+from hf_pyao.model.losses.transforms import LogitTransform, apply_all
 
 Projection = Callable[[Tensor], Tensor]
 """(n, D) hidden states -> (n, V) logits; differentiable, and row by row."""
@@ -40,7 +29,7 @@ def chunked_module_cross_entropy(
     labels: Tensor,
     *,
     logits_dtype: torch.dtype,
-    num_vocab: int,
+    num_valid_vocab: int,
     chunk_tokens: int,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -59,7 +48,7 @@ def chunked_module_cross_entropy(
         parameters: what *project* uses and may be trained; those that need no gradient are skipped.
         labels: (...) int64, already shifted.
         logits_dtype: what *project* returns here.
-        num_vocab: columns of the logits that count; padding after them is cut off.
+        num_valid_vocab: columns of the logits that count; padding after them is cut off.
         chunk_tokens: most tokens per chunk.
         ignore_index: label of tokens that do not count.
         reduction: ``"mean"`` or ``"sum"``.
@@ -78,107 +67,44 @@ def chunked_module_cross_entropy(
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
-        num_valid_vocab=num_vocab,
+        num_valid_vocab=num_valid_vocab,
         expected_factor=expected_factor,
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
-    loss: Tensor = _ModuleCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, labels.reshape(-1), project, options, *parameters
+    return _ModuleChunks(project, labels.reshape(-1), options, rows.shape[1]).loss(
+        [rows, *parameters]
     )
-    return loss
 
 
-class _ModuleCrossEntropy(torch.autograd.Function):
-    """Each chunk forward and back inside forward; backward multiplies."""
+class _ModuleChunks(Chunks):
+    """Chunks through a module."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        labels: Tensor,
-        project: Projection,
-        options: LossOptions,
-        *parameters: Tensor,
-    ) -> Tensor:
-        """Compute the loss and the gradients."""
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
-        inputs = [hidden, *parameters]
-        wide = loss_dtype(options.transforms, options.compute_dtype)
-        targets = Targets.of(labels, options, wide)
-        buffers = [
-            _buffer(tensor) if need else None for tensor, need in zip(inputs, needs, strict=True)
-        ]
-        # On the labels' device: accelerate may have put the head on another one than its input.
-        losses = torch.empty(hidden.shape[0], dtype=wide, device=labels.device)
-        plan = plan_chunks(
-            hidden.shape[0],
-            options.num_valid_vocab or 1,
-            hidden.shape[1],
-            options.compute_dtype,
-            options.transforms,
-            options.chunk_tokens,
-        )
-        for start, stop in plan.slices():
-            losses[start:stop] = _chunk(
-                hidden, parameters, project, targets, options, buffers, start, stop
-            )
-        ctx.gradients = (buffers, targets)
-        ctx.shapes = [tensor.shape for tensor in inputs]
-        loss = reduce_loss(losses, None, targets, options)
-        return loss.to(final_dtype(options.transforms, options.compute_dtype))
+    def __init__(
+        self, project: Projection, labels: Tensor, options: LossOptions, num_hidden: int
+    ) -> None:
+        super().__init__(labels, options, num_hidden)
+        self._project = project
+        self._tensors: list[Tensor] = []
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply the gradients by *grad_loss*, using them up unless the graph is kept."""
-        refuse_double_backward()
-        if ctx.gradients is None:
-            raise used_up()
-        keep = graph_is_kept()
-        buffers, targets = ctx.gradients
-        if not keep:
-            ctx.gradients = None
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
-        scale = targets.scale(grad_loss)
-        scales = [targets.row_scale(grad_loss), *(scale for _ in buffers[1:])]
-        results = [
-            buffer.finish(scale, keep=keep).view(shape) if buffer is not None and need else None
-            for buffer, scale, shape, need in zip(buffers, scales, ctx.shapes, needs, strict=True)
-        ]
-        return results[0], None, None, None, *results[1:]
+    def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
+        self._tensors = [hidden, *parameters]
 
-
-def _buffer(tensor: Tensor) -> GradientBuffer:
-    rows = tensor.shape[0] if tensor.dim() == 2 else 1
-    columns = tensor.numel() // max(rows, 1)
-    return GradientBuffer(rows, columns, tensor.dtype, tensor.device)
-
-
-def _chunk(
-    hidden: Tensor,
-    parameters: Sequence[Tensor],
-    project: Projection,
-    targets: Targets,
-    options: LossOptions,
-    buffers: Sequence[GradientBuffer | None],
-    start: int,
-    stop: int,
-) -> Tensor:
-    """Return the losses of one chunk's tokens, and add its gradients to *buffers*."""
-    rows = hidden[start:stop].detach().requires_grad_(buffers[0] is not None)
-    losses, weighted = _losses(rows, project, targets, options, start, stop)
-    wanted = [(i, tensor) for i, tensor in enumerate([rows, *parameters]) if buffers[i] is not None]
-    if wanted:
+    def _chunk(self, start: int, stop: int) -> None:
+        hidden, *parameters = self._tensors
+        rows = hidden[start:stop].detach().requires_grad_(self.buffers[0] is not None)
+        losses, weighted = _losses(rows, self._project, self.targets, self.options, start, stop)
+        self.nll[start:stop] = losses.detach()
+        both = zip(self.buffers, [rows, *parameters], strict=True)
+        wanted = [(buffer, tensor) for buffer, tensor in both if buffer is not None]
+        if not wanted:
+            return
         tensors = [tensor for _, tensor in wanted]
         grads = torch.autograd.grad(weighted, tensors, allow_unused=True)
-        for (i, _), grad in zip(wanted, grads, strict=True):
-            buffer = buffers[i]
-            if buffer is None or grad is None:
-                continue
-            if i == 0:
+        for (buffer, tensor), grad in zip(wanted, grads, strict=True):
+            if grad is not None and tensor is rows:
                 buffer.write_rows(start, grad)
-            else:
+            elif grad is not None:
                 buffer.add(grad)
-    return losses.detach()
 
 
 @torch.enable_grad()  # not by `with`: [Note: Modes] in options.py

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_pyao.model.gradient_buffer import RowBlocks
+from hf_pyao.plan.step.loops import slices_of
 
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of embedding gradient that exist at a time."""
@@ -145,7 +145,7 @@ def _add_rows(total: Tensor, ids: Tensor, grad: Tensor, padding_idx: int) -> Non
     num_rows, num_cols = total.shape
     block_rows = max(1, _BLOCK_BYTES // (num_cols * total.element_size()))
     skipped = ids == padding_idx
-    for start, stop in RowBlocks(num_rows, block_rows).slices():
+    for start, stop in slices_of(num_rows, block_rows):
         rows = stop - start
         outside = skipped | (ids < start) | (ids >= start + rows)
         local = torch.where(outside, rows, ids - start)

@@ -1,8 +1,8 @@
 """MLPs of a model that run in tiles of tokens: which, how, and what is said of it.
 
 :func:`install_mlp_tiles` exchanges the methods of modules that are MLPs (see [Note: Lasting
-forwards] in ``lasting_forward``) for ones that run them through ``hf_pyao.model.tiles``. What is
-not proven to treat each token by itself is left alone, and the reason said.
+forwards] in ``lasting_forward``) for ones that run them through ``hf_pyao.model.tiles``. What its
+first batch shows not to treat each token by itself runs whole, and the reason is said.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_pyao.errors import warn
 from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.wrappers import class_name, is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
-from hf_pyao.model.tiles.mlp_proof import KnownMLP, Proofs
+from hf_pyao.model.tiles.mlp_kinds import KnownMLP, known_mlp
 from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
 from hf_pyao.model.tiles.spread_mlp import ActPart, DownPart, UpPart
 from hf_pyao.model.tiles.tiled_mlp import KEY, Notes, Part, TiledForwards, TiledMLP, reason_now
@@ -35,7 +35,6 @@ def install_mlp_tiles(
     found: FoundLayers,
     tiles: int | str,
     second_runs: SecondRuns | None = None,
-    proofs: Proofs | None = None,
 ) -> MLPTiles:
     """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
 
@@ -44,14 +43,13 @@ def install_mlp_tiles(
         found: its layers.
         tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
         second_runs: says in which forwards the tiles that run again are checked; None: in none.
-        proofs: what is known of equal MLPs already; None: nothing.
 
     Returns:
         The handle; its ``uninstall`` gives the modules their methods back.
     """
     handle = MLPTiles(class_name(model), tiles, second_runs)
     try:
-        handle.install(model, found, proofs or Proofs())
+        handle.install(model, found)
     except BaseException:
         handle.uninstall()
         raise
@@ -71,17 +69,37 @@ class MLPTiles:
     def __init__(self, name: str, tiles: int | str, second_runs: SecondRuns | None = None) -> None:
         self.tiles = tiles
         self._forwards = TiledForwards(second_runs or SecondRuns.unchecked(TILES))
-        self.num_tiled = 0
-        """MLPs that run in tiles."""
-        self.num_norms_tiled = 0
-        """Norms that do."""
+        self._kinds: list[tuple[str, KnownMLP]] = []
+        """MLPs whose methods are exchanged, by name."""
+        self._kinds_of_norms: list[tuple[str, KnownMLP]] = []
         self._name = name
         self._notes = Notes(name)
         self._notes_of_norms = Notes(name)
         self._left: dict[str, list[str]] = {}
         self._exchanged: list[tuple[weakref.ref[nn.Module], str, Part]] = []
 
-    def install(self, model: nn.Module, found: FoundLayers, proofs: Proofs) -> None:
+    @property
+    def num_tiled(self) -> int:
+        """MLPs that run in tiles."""
+        return len(self._kinds) - len(self._refused())
+
+    @property
+    def num_norms_tiled(self) -> int:
+        """Norms that do."""
+        return sum(not self._reason_of(known) for _, known in self._kinds_of_norms)
+
+    def _refused(self) -> list[tuple[str, str]]:
+        """Return the MLPs that run whole, as their first batch has shown, and why."""
+        both = [(path, self._reason_of(known)) for path, known in self._kinds]
+        return [(path, reason) for path, reason in both if reason]
+
+    def _reason_of(self, known: KnownMLP) -> str:
+        for notes in (self._notes, self._notes_of_norms):
+            if (verdict := notes.verdicts.get(known.kind)) is not None:
+                return verdict.reason
+        return ""
+
+    def install(self, model: nn.Module, found: FoundLayers) -> None:
         """Exchange the methods of what may run in tiles. Called once."""
         is_whole = is_compiled_whole(model)
         weight_bytes = 0
@@ -92,31 +110,30 @@ class MLPTiles:
             reason = "the model is compiled as a whole; compile its MLPs" if is_whole else None
             also_itself = mlp.is_spread or mlp.parts != mlp.places
             reason = reason or reason_now(mlp.parts, also_itself=also_itself, is_running=False)
-            known = proofs.of(mlp) if reason is None else reason
+            known = known_mlp(mlp) if reason is None else reason
             if isinstance(known, str):
                 self._leave(mlp.path, known)
             else:
                 self._put_on(mlp, known)
-                self.num_tiled += 1
+                self._kinds.append((mlp.path, known))
                 weight_bytes = max(weight_bytes, known.weight_bytes)
-        if self.num_tiled and not is_whole:
-            self._install_norms(found, proofs, weight_bytes)
+        if self._kinds and not is_whole:
+            self._install_norms(found, weight_bytes)
 
-    def _install_norms(self, found: FoundLayers, proofs: Proofs, weight_bytes: int) -> None:
+    def _install_norms(self, found: FoundLayers, weight_bytes: int) -> None:
         """Let norms run in tiles where they are written out in steps; others need it not.
 
         Args:
             found: the layers.
-            proofs: what is known already.
             weight_bytes: bytes of an MLP's weights, which say how large tiles are.
         """
         for norm in find_norms(found):
             if reason_now(norm.parts, also_itself=False, is_running=False) is not None:
                 continue
-            known = proofs.of(norm)
+            known = known_mlp(norm)
             if isinstance(known, KnownMLP) and known.is_wide:
                 self._put_on(norm, dataclasses.replace(known, weight_bytes=weight_bytes))
-                self.num_norms_tiled += 1
+                self._kinds_of_norms.append((norm.path, known))
 
     def set_tiles(self, tiles: int | str) -> None:
         """Cut into another number of tiles, from the next call of each MLP on.
@@ -166,7 +183,7 @@ class MLPTiles:
 
     def describe(self) -> str:
         """Return one line about what runs in tiles and what does not, and why."""
-        total = self.num_tiled + sum(map(len, self._left.values()))
+        total = len(self._kinds) + sum(map(len, self._left.values()))
         how = "as many tiles as keep them small" if self.tiles == "auto" else f"{self.tiles} tiles"
         parts = [f"mlp_tiles={self.tiles}: {self.num_tiled} of {total} MLPs run in {how}"]
         if self.num_norms_tiled:
@@ -174,7 +191,7 @@ class MLPTiles:
         plan = self._notes.last_plan
         if plan is not None:
             parts.append(f"the last one {plan.num_tokens} tokens in {plan.num_tiles}")
-        if self._left:
+        if self._left or self._refused():
             parts.append(self._described_left())
         parts.extend([*self._notes.said, *self._notes_of_norms.said])
         return "; ".join(parts)
@@ -212,9 +229,11 @@ class MLPTiles:
         self._left.setdefault(reason, []).append(path)
 
     def _described_left(self) -> str:
-        said = []
-        for reason, paths in list(self._left.items())[:_MOST_REASONS]:
+        said, left = [], {reason: list(paths) for reason, paths in self._left.items()}
+        for path, reason in self._refused():
+            left.setdefault(reason, []).append(path)
+        for reason, paths in list(left.items())[:_MOST_REASONS]:
             named = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
             said.append(f"{named} left alone: {reason}")
-        rest = len(self._left) - _MOST_REASONS
+        rest = len(left) - _MOST_REASONS
         return "; ".join(said) + (f"; and {rest} more reasons" if rest > 0 else "")

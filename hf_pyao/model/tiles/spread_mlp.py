@@ -20,7 +20,7 @@ from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, Method
 from hf_pyao.model.tiles import TilePlan
-from hf_pyao.model.tiles.tiled import versions_of
+from hf_pyao.model.tiles.sliced import versions_of
 from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP, reason_now
 
 _POINTWISE: frozenset[Any] = frozenset(
@@ -76,7 +76,7 @@ class PutOffMLP(TensorStandIn):
         """Whether nobody has needed its elements yet."""
         return self._tensor is None
 
-    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Tensor:
+    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Any:
         """Return the MLP's output; *module*, the last one, does *step*."""
         self._check_unchanged()
         whole = self.then(module, step)

@@ -22,9 +22,11 @@ from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import warn
 from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
-from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
-from hf_pyao.model.tiles.endings import Ending
-from hf_pyao.model.tiles.mlp_proof import KnownMLP
+from hf_pyao.model.tiles import Rerun, TilePlan, plan_tiles, run_in_slices
+from hf_pyao.model.tiles.comparison import LEAST_TOKENS, Verdict, agreed, compare_tokens
+from hf_pyao.model.tiles.linears import Ending
+from hf_pyao.model.tiles.mlp_kinds import KnownMLP
+from hf_pyao.model.tiles.mlp_search import inside
 from hf_pyao.training_engines import DTENSOR, FSDP2, ZERO_3, Feature, is_moved_by_accelerate
 
 logger = logging.getLogger(__name__)
@@ -36,10 +38,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Notes:
-    """What is said about calls, once each, and how the last one was cut."""
+    """What is said about calls, once each, what comparisons found, and how the last one was cut."""
 
     def __init__(self, name: str) -> None:
         self.said: dict[str, None] = {}
+        self.verdicts: dict[str, Verdict] = {}
+        """By kind of MLP; see [Note: Comparison] in ``comparison``."""
         self.last_plan: TilePlan | None = None
         self._name = name
 
@@ -167,27 +171,24 @@ class TiledMLP(Part):
         plan = plan_tiles(
             lead.numel(), self._tiles, self._token_bytes(first), self._known.weight_bytes
         )
-        if plan.num_tiles < 2:
+        if plan.num_tiles < 2 or lead.numel() < LEAST_TOKENS or self._verdict().reason:
             return None
         reason = reason_now(parts, also_itself=also_itself)
-        if reason is None and min(len(lead), 2) not in self._known.leads:
-            reason = f"it is not known to treat tokens in {len(lead)} dimensions one by one"
-        if reason is None and self._known.draws and may_be_disturbed():
+        if reason is None and self._verdict().draws and may_be_disturbed():
             reason = "it draws random numbers, from generators that other threads may draw from too"
         if reason is not None:
             self._notes.say(self._path, reason)
             return None
-        self._notes.last_plan = plan
         return plan
 
     def tiled(
         self, function: Method, parts: Sequence[nn.Module], plan: TilePlan, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        """Run *function*, whose modules are *parts*, as *plan* says."""
-        call = TiledCall(
-            function=function,
-            weights=partial(weights_of, parts),
-            plan=plan,
+    ) -> Any:
+        """Run *function*, whose modules are *parts*, as *plan* says; whole if it mixes tokens."""
+        if self._refused(function, parts, plan, inputs):
+            return function(*inputs)
+        self._notes.last_plan = plan
+        rerun = Rerun(
             state=partial(StateOfCall, self._state_of(parts)),
             is_compiled=self._is_compiled,
             ending=self._ending,
@@ -195,10 +196,29 @@ class TiledMLP(Part):
             check=self._forwards.check_of(self._path),
             watch=partial(self._forwards.second_runs.watch, self._path),
         )
-        return run_in_tiles(call, *inputs)
+        return run_in_slices(function, inputs, partial(weights_of, parts), plan, rerun)
+
+    def _verdict(self) -> Verdict:
+        return self._notes.verdicts.get(self._known.kind, Verdict())
+
+    def _refused(
+        self, function: Method, parts: Sequence[nn.Module], plan: TilePlan, inputs: Sequence[Tensor]
+    ) -> bool:
+        """Say whether it may not run in tiles; the first call of its kind is compared."""
+        known = self._known.kind
+        if known not in self._notes.verdicts and not isinstance(inputs[0], FakeTensor):
+            plain = inside(parts[0]).forward if self._is_compiled else function
+            verdict = compare_tokens(plain, parts, inputs, plan.tile_tokens)
+            verdict = agreed(known, self._path, verdict)
+            self._notes.verdicts[known] = verdict
+            if verdict.reason:
+                self._notes.say(self._path, verdict.reason)
+            elif verdict.draws and may_be_disturbed():
+                return True
+        return bool(self._verdict().reason)
 
     def _state_of(self, parts: Sequence[nn.Module]) -> ModuleState:
-        """Return the state of *parts*; nothing in them is written, as ``token_wise`` has proved."""
+        """Return the state of *parts*; nothing in them is written: see [Note: Comparison]."""
         if self._state.roots() != list(parts):
             self._state = ModuleState(parts, f"{self._path!r}, in tiles,")
         return self._state

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.plan.documents.provenance import Provenance
-from hf_pyao.plan.documents.schema import JsonDocument, read_fields
-
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`BenchReport`."""
-
-KIND = "bench"
+from hf_pyao.plan.documents.schema import JsonDocument
 
 OK = "ok"
 UNAVAILABLE = "cannot run here"
@@ -115,22 +110,13 @@ class BenchRow:
     wall_s: float | None = None
     """All that the row took."""
 
-    @classmethod
-    def from_dict(cls, values: object, where: str) -> BenchRow:
-        """Read plain values.
-
-        Raises:
-            ReportError: a key is unknown or missing, or a value of another type.
-        """
-        return read_fields(cls, values, where)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport(JsonDocument):
     """Methods compared on one machine, model and seed."""
 
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "bench"
     title: str
     setup: dict[str, Any]
     """Model, shapes, dtype, seed, limits: ``hf_pyao.tools.bench.setup.BenchSetup``."""
@@ -180,7 +166,7 @@ def compare(rows: Sequence[BenchRow]) -> list[BenchRow]:
 class FactsReport(JsonDocument):
     """Named facts about a machine or a run: a link's speed, a test run's outcome."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     kind: str = "facts"
     title: str
     facts: dict[str, Any]

@@ -8,11 +8,6 @@ from typing import Any
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.schema import JsonDocument
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of an :class:`EstimateReport`."""
-
-KIND = "estimate"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRow:
@@ -91,8 +86,8 @@ class EstimateRow:
 class EstimateReport(JsonDocument):
     """Ways to train one model on one card, estimated and not measured."""
 
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "estimate"
     title: str
     setup: dict[str, Any]
     """Model, sizes, engine and optimizer."""

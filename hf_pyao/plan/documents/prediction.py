@@ -8,11 +8,6 @@ from typing import Any, ClassVar
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.schema import JsonDocument
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`PredictionReport`."""
-
-KIND = "prediction"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedPlan:
@@ -58,8 +53,8 @@ class PredictionReport(JsonDocument):
     """A profiled step under plans: predicted, and as it was measured."""
 
     called: ClassVar[str] = "the prediction"
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "prediction"
     title: str
     summary: str
     """What the times and speeds are."""

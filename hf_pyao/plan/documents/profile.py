@@ -8,11 +8,6 @@ from typing import Any, ClassVar
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.schema import JsonDocument
 
-SCHEMA_VERSION = 2
-"""Version of the JSON of a :class:`Profile`."""
-
-KIND = "profile"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
@@ -75,8 +70,8 @@ class Profile(JsonDocument):
     """What some micro-batches of a training take and save."""
 
     called: ClassVar[str] = "the profile"
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 2
+    kind: str = "profile"
     title: str
     is_measured: bool = True
     """False: computed from fake tensors and a card's speeds."""

@@ -17,11 +17,6 @@ from hf_pyao.text import describe_error, echo
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`RunReport`."""
-
-KIND = "run"
-
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
 RUNNING = "running"
@@ -85,8 +80,8 @@ class ReportedOffloader(Protocol):
 class RunReport(JsonDocument):
     """One training run with offloading. Keys of the figures: ``hf_pyao.metrics``."""
 
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "run"
     written_at: str
     """When it was written: ISO 8601, UTC."""
     description: str

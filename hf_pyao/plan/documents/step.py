@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hf_pyao.errors import unknown_name
 from hf_pyao.plan.documents.provenance import Provenance
-from hf_pyao.plan.documents.schema import JsonDocument, ReportError, check_version, read_fields
-from hf_pyao.text import echo
-
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`StepReport`."""
-
-KIND = "step"
+from hf_pyao.plan.documents.schema import JsonDocument
 
 LANES = ("forward", "backward", "outside", "stall", "offload", "reload", "overhead")
 """What a step consists of: compute in layers and outside of them, compute that waits, copies, and
@@ -22,12 +14,6 @@ what the engine does beside, where that was measured."""
 
 OUTSIDE = "outside of layers"
 """Where embeddings, head and loss are."""
-
-COMPUTE_LANES = ("forward", "backward", "outside")
-"""One of them runs at a time."""
-
-MOST_SPANS = 100_000
-"""Most spans, and most points of memory, that a report may have."""
 
 
 def place_of(phase: str, where: str) -> str:
@@ -112,8 +98,8 @@ class StepReport(JsonDocument):
     """One step of a training, predicted or measured."""
 
     called: ClassVar[str] = "the step"
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "step"
     title: str
     is_measured: bool
     setup: dict[str, Any] = field(default_factory=dict)
@@ -129,70 +115,9 @@ class StepReport(JsonDocument):
     totals: StepTotals
     provenance: Provenance
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the step") -> StepReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name; an unknown lane, a time before the step, a span that ends
-                before it starts, memory that is not in order; more than :data:`MOST_SPANS` spans.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        for key in ("spans", "memory"):
-            _check_length(values.get(key), f"{where}, {key}")
-        report = read_fields(cls, values, where)
-        _check_spans(report.spans, where)
-        _check_memory(report.memory, where)
-        if not report.totals.step_ms >= 0:
-            raise ReportError(
-                f"{where}, totals, step_ms is {report.totals.step_ms}; expected 0 or more.",
-                key="file-damaged",
-            )
-        return report
-
     @property
     def end_ms(self) -> float:
         """When the last of all ends: compute, or a copy."""
         ends = (span.end_ms for span in self.spans)
         points = (point.time_ms for point in self.memory[-1:])
         return max([self.totals.step_ms, *ends, *points])
-
-
-def _check_length(items: object, where: str) -> None:
-    if isinstance(items, list) and len(items) > MOST_SPANS:
-        raise ReportError(
-            f"{where} has {len(items):,} entries; expected {MOST_SPANS:,} at most. Write one step, "
-            "by layers and not by operations.",
-            key="file-damaged",
-        )
-
-
-def _check_spans(spans: Sequence[StepSpan], where: str) -> None:
-    for index, span in enumerate(spans):
-        if span.lane not in LANES:
-            error = unknown_name("lane", span.lane, LANES)
-            raise ReportError(f"{where}, spans[{index}]: {error}", key="file-damaged")
-        if not 0 <= span.start_ms <= span.end_ms:
-            raise ReportError(
-                f"{where}, spans[{index}] ({echo(span.label)}) is from {span.start_ms} to "
-                f"{span.end_ms} ms; expected times from 0 on, and an end after the start.",
-                key="file-damaged",
-            )
-
-
-def _check_memory(memory: Sequence[MemoryPoint], where: str) -> None:
-    before_ms = 0.0
-    for index, point in enumerate(memory):
-        if point.time_ms < before_ms:
-            raise ReportError(
-                f"{where}, memory[{index}] is at {point.time_ms} ms, and the one before at "
-                f"{before_ms}; expected points in order of time, from 0 on.",
-                key="file-damaged",
-            )
-        before_ms = point.time_ms
-        if point.nbytes < 0:
-            raise ReportError(
-                f"{where}, memory[{index}] has {point.nbytes} bytes; expected none below 0.",
-                key="file-damaged",
-            )

@@ -11,11 +11,6 @@ from hf_pyao.plan.documents.bench import OK
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.schema import JsonDocument
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`SweepReport`."""
-
-KIND = "sweep"
-
 TENSORS = "tensors"
 BYTES = "bytes"
 """What a budget counts."""
@@ -111,8 +106,8 @@ class SweepRow:
 class SweepReport(JsonDocument):
     """Budgets of one model on one machine, measured or predicted."""
 
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
+    schema_version: int = 1
+    kind: str = "sweep"
     title: str
     is_measured: bool
     """False: computed by the predictor; no model ran."""

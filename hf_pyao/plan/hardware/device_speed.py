@@ -32,22 +32,25 @@ def measure_device(device: torch.device) -> DeviceSpeed:
     right, product = torch.randn_like(left), torch.empty_like(left)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product_s = _median_s(lambda: torch.mm(left, right, out=product), device)
-    copy_s = _median_s(lambda: target.copy_(source), device)
+    product_s = median_s(lambda: torch.mm(left, right, out=product), device, 4)
+    copy_s = median_s(lambda: target.copy_(source), device, 4)
     return DeviceSpeed(
         tflop_per_s=2 * MATRIX_SIZE**3 / product_s / 1e12,
         memory_gib_per_s=2 * COPY_BYTES / 2**30 / copy_s,
     )
 
 
-def _median_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of *work*, which is repeated so that launching does not count."""
+def median_s(work: Callable[[], object], device: torch.device, num_each: int) -> float:
+    """Return the median time of *work*, which runs *num_each* times between two readings.
+
+    Several times, where launching is not to count. The first readings warm up.
+    """
     seconds = []
     for _ in range(NUM_RUNS + 1):
         torch.accelerator.synchronize(device)
         start = time.perf_counter()
-        for _ in range(4):
+        for _ in range(num_each):
             work()
         torch.accelerator.synchronize(device)
-        seconds.append((time.perf_counter() - start) / 4)
-    return statistics.median(seconds[1:])  # the first warms up
+        seconds.append((time.perf_counter() - start) / num_each)
+    return statistics.median(seconds[1:])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hf_pyao.plan.hardware.device_speed import median_s
+
 COPY_BYTES = 256 * 2**20
-NUM_COPIES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,6 @@ def measure_link(device: torch.device) -> LinkSpeed:
     )
 
 
-def _speed(copy: Callable[[], None], COPY_BYTES: int, device: torch.device) -> float:
+def _speed(copy: Callable[[], None], nbytes: int, device: torch.device) -> float:
     """Return the median speed of *copy* in GiB/s."""
-    seconds = []
-    for _ in range(NUM_COPIES + 1):
-        torch.accelerator.synchronize(device)
-        start = time.perf_counter()
-        copy()
-        torch.accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return COPY_BYTES / 2**30 / statistics.median(seconds[1:])  # the first warms up
+    return nbytes / 2**30 / median_s(copy, device, 1)

@@ -40,10 +40,12 @@ that was seen. ``pyao doctor`` says what it is on a card that is there."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
@@ -53,11 +55,20 @@ COMPUTE_SHARE = 0.85
 MEMORY_SHARE = 0.80
 CONTEXT_GIB = 0.65
 """What no tensor can have of a card of which nothing was measured."""
-PCIE_3_X8_GIB_PER_S = 6.25e9 / GIB
-PCIE_3_GIB_PER_S = 12.5e9 / GIB
-PCIE_4_X8_GIB_PER_S = 12.5e9 / GIB
-PCIE_4_GIB_PER_S = 25e9 / GIB
-PCIE_5_GIB_PER_S = 50e9 / GIB
+_PCIE_GIB_PER_S = {
+    "3x8": 6.25e9 / GIB,
+    "3x16": 12.5e9 / GIB,
+    "4x8": 12.5e9 / GIB,
+    "4x16": 25e9 / GIB,
+    "5x16": 50e9 / GIB,
+}
+"""Generation and lanes -> what a link carries in each direction."""
+
+_FIELDS = (
+    *("name", "tflop_per_s", "reached", "gb_per_s", "memory_gib", "context_gib", "link"),
+    *("copy_engines", "num_multiprocessors", "capability"),
+)
+"""Columns of the table of cards, but for the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,234 +130,78 @@ class Hardware:
         return math.inf if self.host_memory_gib is None else self.host_memory_gib * GIB
 
 
-def _card(
-    name: str,
-    *,
-    sheet_tflop_per_s: float,
-    sheet_gb_per_s: float,
-    memory_gib: float,
-    link_gib_per_s: float,
-    copy_engines: int,
-    source: str,
-    num_multiprocessors: int,
-    capability: int,
-    context_gib: float = CONTEXT_GIB,
-    tflop_per_s: float | None = None,
-) -> Hardware:
-    return Hardware(
-        name=name,
-        device=DeviceModel(
-            tflop_per_s=tflop_per_s or COMPUTE_SHARE * sheet_tflop_per_s,
-            memory_gib_per_s=MEMORY_SHARE * sheet_gb_per_s * 1e9 / GIB,
-        ),
-        link=LinkModel(
-            d2h_gib_per_s=link_gib_per_s, h2d_gib_per_s=link_gib_per_s, copy_engines=copy_engines
-        ),
-        memory_gib=memory_gib,
-        context_gib=context_gib,
-        source=source,
-        num_multiprocessors=num_multiprocessors,
-        capability=capability,
-    )
+_TABLE = """
+card           TFLOP/s reached GB/s  GiB   context PCIe engines SMs capability
+rtx2050        10.2    -       112   4     -       3x8  1       16  86
+  RTX 2050 Laptop at 45 W: 5.1 TFLOP/s of shaders, tensor cores twice that with 32-bit sums;
+  PCIe 3.0 of 8 lanes
+rtx3060        25.6    -       360   12    -       4x16 1       28  86
+  RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums
+rtx3090        71      -       936   24    0.85    4x16 1       82  86
+  NVIDIA GA102 architecture whitepaper, tensor cores with 32-bit sums
+rtx4060ti-16gb 44.1    -       288   16    0.9     4x8  1       34  89
+  RTX 4060 Ti 16 GB: 22.06 TFLOP/s of shaders, tensor cores twice that with 32-bit sums; PCIe
+  4.0 of 8 lanes
+rtx4070        58.3    -       504   12    -       4x16 1       46  89
+  RTX 4070: 29.15 TFLOP/s of shaders, tensor cores twice that with 32-bit sums
+rtx4090        165.2   -       1008  24    0.85    4x16 1       128 89
+  NVIDIA Ada architecture whitepaper
+rtx5090        209.5   -       1792  32    1.2     5x16 1       170 120
+  NVIDIA RTX Blackwell architecture whitepaper
+t4             65      -       320   16    1.85    3x16 2       40  75
+  NVIDIA T4 data sheet, float16: it has no bfloat16 units, and torch's flash attention does not
+  run on it
+l4             121     -       300   24    2.4     4x16 2       58  89
+  NVIDIA L4 data sheet, half of the rate that it states with sparsity
+a10            125     -       600   24    2.4     4x16 2       72  86
+  NVIDIA A10 data sheet; its capacity is taken to be that of the L4
+a10g           70      -       600   24    2.4     4x16 2       80  86
+  NVIDIA A10G data sheet (AWS G5); its capacity is taken to be that of the L4
+a100-40gb      312     -       1555  40    1.0     4x16 2       108 80
+  NVIDIA A100 40 GB data sheet
+a100           312     -       2039  80    1.35    4x16 2       108 80
+  NVIDIA A100 80 GB SXM data sheet
+h100           989     670     3350  80    1.2     5x16 2       132 90
+  NVIDIA H100 SXM data sheet; matrix products of 16 bits reach about 670 TFLOP/s
+h200           989     670     4800  139.8 -       5x16 2       132 90
+  NVIDIA H200 data sheet; matrix products of 16 bits reach about 670 TFLOP/s
+mi300x         1307    650     5300  192   -       5x16 2       304 0
+  AMD MI300X data sheet; matrix products of 16 bits reach about half of it
+"""
+"""A row for each card, and below it where its figures are from. The columns: what its data sheet
+says of 16-bit matrix products, what these reach where that is known, its memory's speed and size,
+what of it no tensor can have, generation and lanes of its link, copy engines, multiprocessors, and
+compute capability."""
 
 
-_CARDS = (
-    _card(
-        "rtx2050",
-        sheet_tflop_per_s=10.2,
-        sheet_gb_per_s=112,
-        memory_gib=4,
-        link_gib_per_s=PCIE_3_X8_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=16,
-        capability=86,
-        source="RTX 2050 Laptop at 45 W: 5.1 TFLOP/s of shaders, tensor cores twice that with "
-        "32-bit sums; PCIe 3.0 of 8 lanes",
-    ),
-    _card(
-        "rtx3060",
-        sheet_tflop_per_s=25.6,
-        sheet_gb_per_s=360,
-        memory_gib=12,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=28,
-        capability=86,
-        source="RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
-    ),
-    _card(
-        "rtx3090",
-        sheet_tflop_per_s=71,
-        sheet_gb_per_s=936,
-        memory_gib=24,
-        context_gib=0.85,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=82,
-        capability=86,
-        source="NVIDIA GA102 architecture whitepaper, tensor cores with 32-bit sums",
-    ),
-    _card(
-        "rtx4060ti-16gb",
-        sheet_tflop_per_s=44.1,
-        sheet_gb_per_s=288,
-        memory_gib=16,
-        context_gib=0.9,
-        link_gib_per_s=PCIE_4_X8_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=34,
-        capability=89,
-        source="RTX 4060 Ti 16 GB: 22.06 TFLOP/s of shaders, tensor cores twice that with 32-bit "
-        "sums; PCIe 4.0 of 8 lanes",
-    ),
-    _card(
-        "rtx4070",
-        sheet_tflop_per_s=58.3,
-        sheet_gb_per_s=504,
-        memory_gib=12,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=46,
-        capability=89,
-        source="RTX 4070: 29.15 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
-    ),
-    _card(
-        "rtx4090",
-        sheet_tflop_per_s=165.2,
-        sheet_gb_per_s=1008,
-        memory_gib=24,
-        context_gib=0.85,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=128,
-        capability=89,
-        source="NVIDIA Ada architecture whitepaper",
-    ),
-    _card(
-        "rtx5090",
-        sheet_tflop_per_s=209.5,
-        sheet_gb_per_s=1792,
-        memory_gib=32,
-        context_gib=1.2,
-        link_gib_per_s=PCIE_5_GIB_PER_S,
-        copy_engines=1,
-        num_multiprocessors=170,
-        capability=120,
-        source="NVIDIA RTX Blackwell architecture whitepaper",
-    ),
-    _card(
-        "t4",
-        sheet_tflop_per_s=65,
-        sheet_gb_per_s=320,
-        memory_gib=16,
-        context_gib=1.85,
-        link_gib_per_s=PCIE_3_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=40,
-        capability=75,
-        source="NVIDIA T4 data sheet, float16: it has no bfloat16 units, and torch's flash "
-        "attention does not run on it",
-    ),
-    _card(
-        "l4",
-        sheet_tflop_per_s=121,
-        sheet_gb_per_s=300,
-        memory_gib=24,
-        context_gib=2.4,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=58,
-        capability=89,
-        source="NVIDIA L4 data sheet, half of the rate that it states with sparsity",
-    ),
-    _card(
-        "a10",
-        sheet_tflop_per_s=125,
-        sheet_gb_per_s=600,
-        memory_gib=24,
-        context_gib=2.4,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=72,
-        capability=86,
-        source="NVIDIA A10 data sheet; its capacity is taken to be that of the L4",
-    ),
-    _card(
-        "a10g",
-        sheet_tflop_per_s=70,
-        sheet_gb_per_s=600,
-        memory_gib=24,
-        context_gib=2.4,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=80,
-        capability=86,
-        source="NVIDIA A10G data sheet (AWS G5); its capacity is taken to be that of the L4",
-    ),
-    _card(
-        "a100-40gb",
-        sheet_tflop_per_s=312,
-        sheet_gb_per_s=1555,
-        memory_gib=40,
-        context_gib=1.0,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=108,
-        capability=80,
-        source="NVIDIA A100 40 GB data sheet",
-    ),
-    _card(
-        "a100",
-        sheet_tflop_per_s=312,
-        sheet_gb_per_s=2039,
-        memory_gib=80,
-        context_gib=1.35,
-        link_gib_per_s=PCIE_4_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=108,
-        capability=80,
-        source="NVIDIA A100 80 GB SXM data sheet",
-    ),
-    _card(
-        "h100",
-        sheet_tflop_per_s=989,
-        tflop_per_s=670,
-        sheet_gb_per_s=3350,
-        memory_gib=80,
-        context_gib=1.2,
-        link_gib_per_s=PCIE_5_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=132,
-        capability=90,
-        source="NVIDIA H100 SXM data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
-    ),
-    _card(
-        "h200",
-        sheet_tflop_per_s=989,
-        tflop_per_s=670,
-        sheet_gb_per_s=4800,
-        memory_gib=139.8,
-        link_gib_per_s=PCIE_5_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=132,
-        capability=90,
-        source="NVIDIA H200 data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
-    ),
-    _card(
-        "mi300x",
-        sheet_tflop_per_s=1307,
-        tflop_per_s=650,
-        sheet_gb_per_s=5300,
-        memory_gib=192,
-        link_gib_per_s=PCIE_5_GIB_PER_S,
-        copy_engines=2,
-        num_multiprocessors=304,
-        capability=0,
-        source="AMD MI300X data sheet; matrix products of 16 bits reach about half of it",
-    ),
-)
+def _cards() -> Iterator[Hardware]:
+    """Yield the cards of the table."""
+    _, *rows = _TABLE.strip().replace("\n  ", " ").splitlines()
+    for row in rows:
+        name, *figures, source = row.split(None, len(_FIELDS))
+        of: dict[str, Any] = {
+            field: None if text == "-" else text if "x" in text else json.loads(text)
+            for field, text in zip(_FIELDS[1:], figures, strict=True)
+        }
+        speed = _PCIE_GIB_PER_S[of["link"]]
+        yield Hardware(
+            name=name,
+            device=DeviceModel(
+                tflop_per_s=of["reached"] or COMPUTE_SHARE * of["tflop_per_s"],
+                memory_gib_per_s=MEMORY_SHARE * of["gb_per_s"] * 1e9 / GIB,
+            ),
+            link=LinkModel(
+                d2h_gib_per_s=speed, h2d_gib_per_s=speed, copy_engines=of["copy_engines"]
+            ),
+            memory_gib=of["memory_gib"],
+            context_gib=CONTEXT_GIB if of["context_gib"] is None else of["context_gib"],
+            source=source,
+            num_multiprocessors=of["num_multiprocessors"],
+            capability=of["capability"],
+        )
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _CARDS})
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _cards()})
 """By name, in lower case and without spaces."""
 
 

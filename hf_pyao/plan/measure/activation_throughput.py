@@ -4,8 +4,7 @@
 The paper times from one pack hook to the next, and divides what is saved by that. A projection
 saves its input before its matrix product runs, so the product is in the interval of the part that
 saves next. By these intervals the rule flags parts that save much right after something that took
-no time, not parts that compute little. ``by_device_time`` divides by what a part's own
-operations take. The two flag different parts.
+no time, not parts that compute little.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import defaultdict
 from statistics import fmean
 
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel
-from hf_pyao.plan.step.step_program import FORWARD, SlotUse, StepProgram
+from hf_pyao.plan.step.step_program import FORWARD, StepProgram
 
 HOST_COST_US = 15.0
 """What the host takes from one pack hook to the next, whatever the device does: interpreter, hook
@@ -46,36 +45,6 @@ def by_pack_intervals(
         rates[pack.path].append(pack.nbytes / GIB / (elapsed_ms / 1e3))
         before_ms = ends_ms[pack.at]
     return {path: fmean(values) for path, values in rates.items()}
-
-
-def by_device_time(program: StepProgram, device: DeviceModel, layer: int = 1) -> dict[str, float]:
-    """Return the throughput of each sub-module by what its own operations take, in GiB/s.
-
-    Args:
-        program: the step; each distinct storage counts once.
-        device: speeds.
-        layer: which layer; a middle one stands for all.
-    """
-    times_ms: defaultdict[str, float] = defaultdict(float)
-    for segment in program.segments:
-        if segment.phase == FORWARD and segment.layer == layer:
-            for operation in program.operations[segment.start : segment.end]:
-                if operation.is_kernel:
-                    times_ms[operation.path] += device.op_ms(
-                        operation.flops, operation.traffic_bytes
-                    )
-    nbytes: defaultdict[str, int] = defaultdict(int)
-    for slot in _slots_of(program, layer):
-        nbytes[slot.name.rpartition(":")[0]] += slot.nbytes
-    return {
-        path: count / GIB / (times_ms[path] / 1e3)
-        for path, count in nbytes.items()
-        if times_ms[path] > 0
-    }
-
-
-def _slots_of(program: StepProgram, layer: int) -> list[SlotUse]:
-    return [slot for slot in program.slots if slot.layer == layer and slot.stays is None]
 
 
 def _ends_ms(program: StepProgram, device: DeviceModel) -> list[float]:

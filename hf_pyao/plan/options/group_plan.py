@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_pyao.plan.step.loops import repeated
+
 MIB = 2**20
 
 TARGET_BYTES = 64 * MIB
@@ -28,6 +30,10 @@ class Group(NamedTuple):
     first_head: int
     """First key-value head."""
     end_head: int
+
+    def size(self) -> tuple[int, int]:
+        """Return the numbers of samples and of key-value heads."""
+        return self.end_sample - self.first_sample, self.end_head - self.first_head
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,12 @@ class GroupPlan:
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups, in the order of samples and heads; sizes differ by one at most."""
-        for first_sample, end_sample in _ranges(self.num_samples, self.num_sample_groups):
-            for first_head, end_head in _ranges(self.num_heads, self.num_head_groups):
-                yield Group(first_sample, end_sample, first_head, end_head)
+        groups = [
+            Group(*samples, *heads)
+            for samples in _ranges(self.num_samples, self.num_sample_groups)
+            for heads in _ranges(self.num_heads, self.num_head_groups)
+        ]
+        return repeated(groups, size_of=Group.size)
 
 
 def plan_groups(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import POINTWISE
+from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.host_model import HostCosts
@@ -22,21 +23,6 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
-
-
-class WindowOwner(Protocol):
-    """A link's window, as far as plans ask:
-    :class:`~hf_pyao.engine.transfer.window.OffloadWindow`."""
-
-    @property
-    def is_shared(self) -> bool:
-        """True while several models use the link."""
-        ...
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The bound on bytes in flight that holds now; None: the end of each layer."""
-        ...
 
 
 class HostAndDisk(Protocol):
@@ -92,7 +78,7 @@ class PlanRequest:
     """Most bytes on the host where nothing runs; in a run :attr:`below` says it."""
     allocator: AllocatorSettings | None = None
     """Of the device's caching allocator; None: what is allocated decides what fits."""
-    window: WindowOwner | None = dataclasses.field(default=None, compare=False)
+    window: OffloadWindow | None = dataclasses.field(default=None, compare=False)
     """That of the link; other models may join and leave it at any time."""
     below: HostAndDisk | None = dataclasses.field(default=None, compare=False)
     """Host memory, and the disk below it, in a run; None: nothing runs."""
@@ -130,13 +116,18 @@ class PlanRequest:
         *,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
-        window: WindowOwner | None = None,
+        window: OffloadWindow | None = None,
         below: HostAndDisk | None = None,
         allocator: AllocatorSettings | None = None,
     ) -> PlanRequest:
-        """Return the same for one model on one machine; arguments as of :meth:`of_config`.
+        """Return the same for one model on one machine.
 
-        *below* is as the attribute.
+        Args:
+            recomputed_paths: what ``recompute_modules`` stand for in a layer.
+            host_limit_bytes: most bytes on the host.
+            window: that of the link; None: none that other models share.
+            below: as the attribute.
+            allocator: settings of the device's caching allocator; None: it has none.
         """
         return dataclasses.replace(
             self,
@@ -153,20 +144,14 @@ class PlanRequest:
         config: PyAOConfig,
         *,
         levers: GivenLevers | None = None,
-        recomputed_paths: tuple[str, ...] = (),
-        host_limit_bytes: float = math.inf,
-        window: WindowOwner | None = None,
-        allocator: AllocatorSettings | None = None,
+        **more: Any,
     ) -> PlanRequest:
         """Return what *config* binds.
 
         Args:
             config: the configuration.
             levers: its levers; None: they are read from it.
-            recomputed_paths: what its ``recompute_modules`` stand for in a layer.
-            host_limit_bytes: most bytes on the host.
-            window: that of the link; None: none that other models share.
-            allocator: settings of the device's caching allocator; None: it has none.
+            more: arguments of :meth:`on`.
         """
         given = GivenLevers.of(config) if levers is None else levers
         effective = config.effective()
@@ -183,12 +168,7 @@ class PlanRequest:
             codec=codec,
             allow_lossy=config.allow_lossy,
         )
-        return bound.on(
-            recomputed_paths=recomputed_paths,
-            host_limit_bytes=host_limit_bytes,
-            window=window,
-            allocator=allocator,
-        )
+        return bound.on(**more)
 
     def planner_of(
         self,

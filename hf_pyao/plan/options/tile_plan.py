@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hf_pyao.plan.step.loops import slices_of
+
 MIB = 2**20
 
 TOKEN_MULTIPLE = 64
@@ -36,8 +38,7 @@ class TilePlan:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Yield ``(start, stop)`` for each tile."""
-        for start in range(0, self.num_tokens, self.tile_tokens):
-            yield start, min(start + self.tile_tokens, self.num_tokens)
+        return slices_of(self.num_tokens, self.tile_tokens)
 
 
 def plan_tiles(num_tokens: int, tiles: int | str, token_bytes: int, weight_bytes: int) -> TilePlan:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import TypeVar
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import IN_STEP, HostCosts, HostModel
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostCosts, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.host_times import host_times_ms
-from hf_pyao.plan.predict.predict import predict, predict_timed_and_late
+from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
 from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
-
-R = TypeVar("R")
 
 
 class Outcome:
@@ -60,15 +56,22 @@ class Outcome:
         """The step, with what a plan does to it."""
         return self.step.program
 
-    @property
+    @cached_property
     def timed(self) -> Prediction:
         """With the link's speed."""
-        return self._timed_and_late[0]
+        return self._blocked(self._walked(self.link), self.link)
 
-    @property
+    @cached_property
     def late(self) -> Prediction:
         """With copies that are never early: its peak holds on every link."""
-        return self._timed_and_late[1]
+        step = self.step
+        return predict(
+            step.program,
+            step.leaves,
+            window_bytes=self.window_bytes,
+            rebuilds=step.rebuilds,
+            coded=step.coded,
+        )
 
     @property
     def memory(self) -> StepMemory:
@@ -104,7 +107,7 @@ class Outcome:
 
     def early(self) -> Prediction:
         """Predict it with a host that sees each copy as it is done: its memory may be another."""
-        return self._walked(predict, self.link, host=IN_STEP)
+        return self._walked(self.link, IN_STEP)
 
     def step_ms_at(self, ratio: float) -> float:
         """Return what the step takes over a link *ratio* times as fast; see ``speed_range.py``."""
@@ -112,17 +115,12 @@ class Outcome:
             return self.step_ms
         if ratio not in self._elsewhere_ms:
             link = scaled(self.link, ratio)
-            self._elsewhere_ms[ratio] = self._blocked(self._walked(predict, link), link).step_ms
+            self._elsewhere_ms[ratio] = self._blocked(self._walked(link), link).step_ms
         return self._elsewhere_ms[ratio]
 
-    @cached_property
-    def _timed_and_late(self) -> tuple[Prediction, Prediction]:
-        timed, late = self._walked(predict_timed_and_late, self.link)
-        return self._blocked(timed, self.link), late
-
-    def _walked(self, walk: Callable[..., R], link: LinkModel, **more: HostModel) -> R:
+    def _walked(self, link: LinkModel, host: HostModel = FAR_AHEAD) -> Prediction:
         step = self.step
-        return walk(
+        return predict(
             step.program,
             step.leaves,
             window_bytes=self.window_bytes,
@@ -131,8 +129,8 @@ class Outcome:
             rebuilds=step.rebuilds,
             gradient_bytes=self._gradient_bytes,
             coded=step.coded,
+            host=host,
             host_ms=self._host_ms,
-            **more,
         )
 
     def _blocked(self, timed: Prediction, link: LinkModel) -> Prediction:

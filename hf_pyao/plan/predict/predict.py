@@ -83,73 +83,6 @@ def predict(
     if times_ms is None and device is not None:
         times_ms = operation_times_ms(program, device)
     plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {}, host_ms)
-    prediction, _ = _walked(program, plan, times_ms, link, host, is_first_step=is_first_step)
-    return prediction
-
-
-def predict_timed_and_late(
-    program: StepProgram,
-    leaves: Sequence[bool],
-    *,
-    window_bytes: int | None,
-    times_ms: Sequence[float],
-    link: LinkModel | None,
-    rebuilds: Mapping[int, Rebuild] | None = None,
-    gradient_bytes: int = 0,
-    coded: Mapping[int, Coded] | None = None,
-    host_ms: Sequence[float] = (),
-) -> tuple[Prediction, Prediction]:
-    """Predict the step with times, and with copies that are late.
-
-    A host that is far ahead sees no copy done. As long as it would not see one done either that is
-    late, the same is on the device at each moment, and one walk tells both.
-
-    Args:
-        program: as for :func:`predict`.
-        leaves: as for :func:`predict`.
-        window_bytes: as for :func:`predict`.
-        times_ms: what each operation takes.
-        link: speeds of copies; None: as for :func:`predict`.
-        rebuilds: as for :func:`predict`.
-        gradient_bytes: as for :func:`predict`; late copies do without.
-        coded: as for :func:`predict`.
-        host_ms: as for :func:`predict`.
-
-    Returns:
-        What :func:`predict` returns with the times and the link, and without both.
-    """
-    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {}, host_ms)
-    timed, clock = _walked(program, plan, times_ms, link, FAR_AHEAD)
-    if not clock.late_differs:
-        return timed, replace(
-            timed,
-            step_ms=math.nan,
-            compute_ms=math.nan,
-            stall_forward_ms=0.0,
-            stall_backward_ms=0.0,
-            collective_forward_ms=0.0,
-            collective_backward_ms=0.0,
-            host_forward_ms=0.0,
-            host_backward_ms=0.0,
-            start_ms=(),
-            copies=(),
-            stalls=(),
-        )
-    plan = replace(plan, gradient_bytes=0, host_ms=())
-    late, _ = _walked(program, plan, None, None, FAR_AHEAD)
-    return timed, late
-
-
-def _walked(
-    program: StepProgram,
-    plan: StepPlan,
-    times_ms: Sequence[float] | None,
-    link: LinkModel | None,
-    host: HostModel,
-    *,
-    is_first_step: bool = False,
-) -> tuple[Prediction, LanesClock]:
-    """Walk through the step; return what it comes to, and the clock."""
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
     disk, slower = None, None
@@ -169,9 +102,9 @@ def _walked(
         collective_backward_ms=clock.collective_wait_ms[BACKWARD],
     )
     if times_ms is None or link is None:
-        return prediction, clock
+        return prediction
     clock.finish()
-    return replace(prediction, copies=walk.copies(), stalls=tuple(clock.stalls)), clock
+    return replace(prediction, copies=walk.copies(), stalls=tuple(clock.stalls))
 
 
 def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:

@@ -16,27 +16,11 @@ The engine's rules ([Note: Bytes on a disk] in ``engine/stores/disk_store.py``),
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hf_pyao.plan.hardware.speeds import DiskModel
 from hf_pyao.plan.predict.copy_lanes import Copy
-
-
-class DiskClock(Protocol):
-    """A step's clock, as far as a disk asks."""
-
-    @property
-    def now_ms(self) -> float:
-        """Where compute has got to."""
-        ...
-
-    def end_of(self, copy: Copy) -> float:
-        """Return when *copy*, which was queued, ends."""
-        ...
-
-    def wait_until(self, until_ms: float, slot: int) -> None:
-        """Let compute wait for the disk, which has to take *slot*."""
-        ...
+from hf_pyao.plan.predict.step_clock import LanesClock
 
 
 class _Write(NamedTuple):
@@ -53,7 +37,7 @@ class PredictedDisk:
         clock: says when copies end, and where compute is.
     """
 
-    def __init__(self, disk: DiskModel, clock: DiskClock) -> None:
+    def __init__(self, disk: DiskModel, clock: LanesClock) -> None:
         self.disk = disk
         self.written_bytes = 0
         self.read_bytes = 0

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostClock, HostModel
 from hf_pyao.plan.predict.collective_lane import CollectiveLane
-from hf_pyao.plan.predict.copy_lanes import OFFLOAD, Copy, Lanes
+from hf_pyao.plan.predict.copy_lanes import Copy, Lanes
 from hf_pyao.plan.step.prediction import Stall
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD
 
@@ -81,12 +81,6 @@ class LanesClock(StepClock):
         """How long compute has waited for collectives."""
         self._host = HostClock(host)
         self._host_takes_no_time = host in (FAR_AHEAD, IN_STEP)
-        self._awaited_order = -1
-        """The newest copy to the host that was waited for."""
-        self.late_differs = False
-        """True once a copy to the host was seen done that late copies would not have been, or the
-        other way round (:class:`~hf_pyao.plan.predict.copy_lanes.LateLanes`). Until then, what is
-        on the device and when is as with late copies."""
 
     @property
     def now_ms(self) -> float:
@@ -123,15 +117,10 @@ class LanesClock(StepClock):
 
     def is_done(self, copy: Copy) -> bool:
         """Say whether the host knows by now that *copy* is done."""
-        found = self._lanes.is_done(copy, self._host.seen_ms(self._now_ms))
-        if found is not (copy.order <= self._awaited_order):
-            self.late_differs = True
-        return found
+        return self._lanes.is_done(copy, self._host.seen_ms(self._now_ms))
 
     def wait(self, copy: Copy) -> None:
         """Let compute wait for *copy*."""
-        if copy.direction == OFFLOAD and copy.order > self._awaited_order:
-            self._awaited_order = copy.order
         until_ms = self._lanes.wait(copy, self._now_ms)
         if until_ms > self._now_ms:
             self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms, copy.layer))

@@ -39,14 +39,20 @@ class Steps:
 
     def at(self, size: int, levers: Levers) -> StepProgram:
         """Return the step at *size* with *levers*."""
-        points = self._points if levers.scales else None
-        if points is not None and (size, levers) not in self._recorded and size > min(points):
-            line = self._line(points, levers)
+        if (size, levers) not in self._recorded and size > min(self._points or (size,)):
+            line = self._line(levers)
             if line is not None:
                 return line(size)
         return self._at(size, levers)
 
-    def _line(self, points: Sequence[int], levers: Levers) -> Callable[[int], StepProgram] | None:
+    def is_computed(self, levers: Levers) -> bool:
+        """Say whether sizes beyond the points are computed."""
+        return self._line(levers) is not None
+
+    def _line(self, levers: Levers) -> Callable[[int], StepProgram] | None:
+        points = self._points if levers.scales else None
+        if points is None:
+            return None
         if levers not in self._lines:
             try:
                 self._lines[levers] = interpolate([(n, self._at(n, levers)) for n in points])

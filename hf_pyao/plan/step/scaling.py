@@ -72,14 +72,12 @@ def check_structure(sizes: Sequence[int], structures: Sequence[object]) -> None:
 def combined(
     programs: Sequence[StepProgram],
     value: Callable[[tuple[float, ...]], int],
-    num_runs: Callable[[tuple[int, ...]], int] | None = None,
 ) -> StepProgram:
     """Return programs of one structure as one.
 
     Args:
         programs: what is combined.
         value: makes one number of bytes or FLOPs of those that the programs have in a place.
-        num_runs: the same for how often an operation runs; None: all programs agree.
     """
     first = programs[0]
 
@@ -93,11 +91,9 @@ def combined(
         # Workspaces are rounded up to blocks of kernels: their shapes grow by the polynomial,
         # their bytes do not.
         found = call(tuple(each.call for each in same))
-        runs = same[0].num_runs
         return same[0]._replace(
             flops=float(value(tuple(each.flops for each in same))),
             traffic_bytes=value(tuple(each.traffic_bytes for each in same)),
-            num_runs=num_runs(tuple(each.num_runs for each in same)) if num_runs else runs,
             workspace_bytes=workspace_of(found, first.kernels),
             call=found,
         )
@@ -155,17 +151,12 @@ def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
     return weights
 
 
-def structure_of(program: StepProgram, *, with_runs: bool = True) -> tuple[object, ...]:
-    """Return what of *program* is no number of bytes or FLOPs.
-
-    Args:
-        program: a step.
-        with_runs: how often operations run too.
-    """
+def structure_of(program: StepProgram) -> tuple[object, ...]:
+    """Return what of *program* is no number of bytes or FLOPs."""
     return (
         [
             (
-                *(each.name, each.path, each.is_kernel, each.num_runs if with_runs else 0),
+                *(each.name, each.path, each.is_kernel, each.num_runs),
                 each.call and each.call.kernel,
             )
             for each in program.operations

@@ -20,7 +20,6 @@ import numpy
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import KernelCall, workspace_of
 from hf_pyao.plan.step.layer_graph import LayerGraph
-from hf_pyao.plan.step.loops import Loop
 from hf_pyao.plan.step.streamed_blocks import NOTHING_STREAMED, StreamedBlocks
 
 FORWARD = "forward"
@@ -256,9 +255,6 @@ class StepProgram:
     forms: Mapping[int, str] = field(default_factory=dict, compare=False)
     """Dtype and shape of the tensors that buffers were made as, such as ``bfloat16[8, 512]``. Not
     known of steps that were read from a document, or computed from other sizes."""
-    loops: Sequence[Loop | None] = field(default=(), compare=False)
-    """Different loops over rows that it runs; None stands for those whose parts follow rules of
-    their own. Not known of steps that were read from a document."""
 
     @property
     def num_layers(self) -> int:

@@ -29,7 +29,6 @@ from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.plan.hardware.operation_costs import cost_of, dequantisation_bytes, is_question
 from hf_pyao.plan.step.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.plan.step.ledger import without_cache_for
-from hf_pyao.plan.step.loops import Loop
 from hf_pyao.plan.step.step_program import (
     BACKWARD,
     FORWARD,
@@ -47,11 +46,6 @@ from hf_pyao.plan.step.weight_reads import StreamableTensors
 
 NUM_PACKED_LAYERS = 2
 """Layers of which every saved tensor is noted, those that were saved before too."""
-
-_SLICE = torch.ops.aten.slice.Tensor
-
-STEP = 4
-"""Which argument of a slice is its step: how many elements it has is rounded up."""
 
 
 class _OpenSlot:
@@ -136,7 +130,6 @@ class StepRecorder(Observer):
         self._num_collectives = 0
         self._beside: list[int] = []
         """Which of them run beside compute: reductions."""
-        self._loops: dict[Loop | None, None] = {}
 
     @property
     def now(self) -> int:
@@ -191,11 +184,6 @@ class StepRecorder(Observer):
             ((self._layer_of(name), tensor) for name, tensor in tensors), streamable
         )
 
-    def note_loop(self, loop: Loop | None, num_parts: int) -> None:
-        """Record that the step takes rows in parts; None: by rules of their own."""
-        if loop is not None or num_parts > 1:
-            self._loops[loop] = None
-
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was given other memory, or none: the buffer in it ends."""
         self._storages.resized(storage, self.now)
@@ -212,8 +200,6 @@ class StepRecorder(Observer):
         """Run an operation and record it."""
         if self.is_paused or is_question(func):
             return func(*args, **kwargs)
-        if func is _SLICE and len(args) > STEP and args[STEP] > 1:
-            self._loops[Loop(args[0].shape[args[1]], args[STEP])] = None
         self._storages.sweep(self.now)
         result = self._run(func, args, kwargs)
         inputs = [*tensors_in((*args, *kwargs.values()) if kwargs else args)]
@@ -450,7 +436,6 @@ class StepRecorder(Observer):
             kernels=self._kernels,
             residents=tuple(self._storages.residents),
             forms=self._storages.forms,
-            loops=tuple(self._loops),
         )
 
     def _packs_with_slots(self) -> tuple[Pack, ...]:

@@ -97,7 +97,6 @@ class _Stretch:
                 for (recorded, _), number in self.numbers.items()
                 if recorded in self.program.forms
             },
-            loops=self.program.loops,
         )
 
     def _residents(self) -> tuple[Resident, ...]:

@@ -52,7 +52,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, or the model or device cannot be had.
     """
     setup, trials = work_of(args)
-    output = args.output or default_output(setup, "bench")
+    output = args.output or default_output("bench", setup.model.name, setup.dtype)
     report = run_bench(
         setup,
         trials,
@@ -122,12 +122,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: one is.
     """
-    if not 0 < args.timeout <= MAX_TIMEOUT_S:
-        raise ConfigError(
-            f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
-            f"{MAX_TIMEOUT_S:g}.",
-            key="setting-value",
-        )
+    check_timeout(args.timeout)
     if args.memory_cap_gib is not None and not args.memory_cap_gib > 0:
         raise ConfigError(
             f"--memory-cap-gib is {args.memory_cap_gib:g}; expected more than 0.",
@@ -135,11 +130,26 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def default_output(setup: BenchSetup, kind: str) -> Path:
-    """Return a path below ``outputs/kind``, named by the model and the time."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
+def check_timeout(timeout_s: float) -> None:
+    """Refuse a time that a process cannot be given.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"--timeout is {timeout_s:g}; expected more than 0 seconds, and at most "
+            f"{MAX_TIMEOUT_S:g}.",
+            key="setting-value",
+        )
+
+
+def default_output(kind: str, *names: str) -> Path:
+    """Return a path below ``outputs/kind``, named by *names*, a model's first, and the time."""
+    model, *others = names
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", model).strip("-")[:40]
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return Path("outputs") / kind / f"{name}-{setup.dtype}-{stamp}.json"
+    return Path("outputs") / kind / f"{'-'.join([model, *others, stamp])}.json"
 
 
 def epilog(program: str = "pyao bench") -> str:

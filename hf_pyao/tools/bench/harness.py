@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,57 +47,23 @@ def run_bench(
         find_method(trial.method)
     device, link, _ = probe(setup.device, with_speeds=True)
     progress(describe_machine(device, link))
-    recorder = Recorder(
-        BenchReport(
-            title=title_of(setup, trials),
-            setup=to_plain(setup),
-            device=device,
-            link=link,
-            provenance=collect_provenance(),
-            rows=[],
-        ),
-        output,
-        progress,
-        num_rows=len(trials),
+    report = BenchReport(
+        title=title_of(setup, trials),
+        setup=to_plain(setup),
+        device=device,
+        link=link,
+        provenance=collect_provenance(),
+        rows=[],
     )
-    for trial in trials:
-        recorder.announce(trial)
-        recorder.add_all(run_trials(setup, [trial], timeout_s=timeout_s))
-    return recorder.report
-
-
-class Recorder:
-    """A report that is written to its file, and told of, row by row."""
-
-    def __init__(
-        self, report: BenchReport, output: Path | None, progress: Progress, *, num_rows: int
-    ) -> None:
-        self.report = report
-        self._output = output
-        self._progress = progress
-        self._num_rows = num_rows
-
-    def announce(self, trial: Trial) -> None:
-        """Say what is measured next."""
-        number = len(self.report.rows) + 1
-        self._progress(f"[{number}/{self._num_rows}] {trial.method} ...")
-
-    def add_all(self, rows: Iterable[BenchRow]) -> None:
-        """Add *rows*, each as it comes.
-
-        Raises:
-            ReportError: the file cannot be written.
-        """
-        for row in rows:
-            self.report = self.report.with_rows([*self.report.rows, row])
-            self._write()
-            number = len(self.report.rows)
-            done = self.report.rows[-1]
-            self._progress(f"[{number}/{self._num_rows}] {done.method}: {describe_row(done)}")
-
-    def _write(self) -> None:
-        if self._output is not None:
-            write_json(self._output, self.report)
+    for number, trial in enumerate(trials, start=1):
+        progress(f"[{number}/{len(trials)}] {trial.method} ...")
+        rows = run_trials(setup, [trial], timeout_s=timeout_s)
+        report = report.with_rows([*report.rows, *rows])
+        if output is not None:
+            write_json(output, report)
+        done = report.rows[-1]
+        progress(f"[{number}/{len(trials)}] {done.method}: {describe_row(done)}")
+    return report
 
 
 def title_of(setup: BenchSetup, trials: Sequence[Trial]) -> str:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import Any
 
 import hf_pyao
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
+from hf_pyao.plan.documents.bench import CRASHED, TIMED_OUT, BenchRow
+from hf_pyao.plan.documents.schema import read_fields
 from hf_pyao.text import one_line
 from hf_pyao.tools.bench.methods import find_method
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
@@ -50,60 +50,32 @@ START_TIMEOUT_S = 300.0
 """Most time to import, reach the device and build the model."""
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """When all must be done, on the monotonic clock; None: never."""
-
-    at_s: float | None = None
-
-    @classmethod
-    def after(cls, seconds: float | None) -> Deadline:
-        """Return the deadline that is *seconds* from now."""
-        return cls(None if seconds is None else time.monotonic() + seconds)
-
-    def left_s(self) -> float:
-        """Return the seconds that are left; infinite without a deadline."""
-        return float("inf") if self.at_s is None else self.at_s - time.monotonic()
-
-
 def run_trials(
-    setup: BenchSetup,
-    trials: Sequence[Trial],
-    *,
-    timeout_s: float,
-    deadline: Deadline | None = None,
-    server: str = SERVER,
+    setup: BenchSetup, trials: Sequence[Trial], *, timeout_s: float, server: str = SERVER
 ) -> Iterator[BenchRow]:
-    """Measure *trials* one after another in one process, and yield each row as it comes.
+    """Measure each of *trials* in a process of its own, and yield each row as it comes.
 
-    A trial that takes longer than *timeout_s*, or takes the process down, gets a row that says so,
-    and the rest go on in a fresh process. What does not start before *deadline* gets a row too.
+    A trial that takes longer than *timeout_s*, or takes the process down, gets a row that says so.
     *server* is what the process runs, as ``module:function``.
 
     Raises:
         ConfigError: there is no model to measure: the device or the model cannot be had.
     """
-    deadline = deadline or Deadline()
-    todo = list(trials)
-    while todo:
-        if deadline.left_s() <= 0:
-            late = Failure(NOT_REACHED, "the time budget was used up")
-            yield from (_row(trial, late) for trial in todo)
-            return
-        with Child(server, setup, todo) as child:
-            _, message = child.receive(min(START_TIMEOUT_S, deadline.left_s()))
-            if isinstance(message, Failure):  # and so it would be for each of them
-                yield from (_row(trial, message, deadline) for trial in todo)
-                return
-            while todo:
-                trial = todo.pop(0)
-                _, message = child.receive(min(timeout_s, deadline.left_s()))
-                if isinstance(message, Failure):
-                    yield _row(trial, message, deadline)
-                    break
-                yield BenchRow.from_dict(message, f"the row of {trial.method}")
-                if deadline.left_s() <= 0:
-                    break
+    for trial in trials:
+        with Child(server, setup, [trial]) as child:
+            _, message = child.receive(START_TIMEOUT_S)
+            if not isinstance(message, Failure):
+                _, message = child.receive(timeout_s)
+            if isinstance(message, Failure):
+                yield BenchRow(
+                    method=trial.method,
+                    label=find_method(trial.method).label,
+                    status=message.status,
+                    reason=message.reason,
+                    micro_batch=trial.micro_batch,
+                )
+            else:
+                yield read_fields(BenchRow, message, f"the row of {trial.method}")
 
 
 def broken_packages(names: Sequence[str] = CHECKED, server: str = IMPORTER) -> list[Broken]:
@@ -269,15 +241,3 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = before[name]
             else:
                 del os.environ[name]
-
-
-def _row(trial: Trial, failure: Failure, deadline: Deadline | None = None) -> BenchRow:
-    """Return the row of a trial that did not end; cut short by the deadline, it was not reached."""
-    is_late = failure.status == TIMED_OUT and deadline is not None and deadline.left_s() <= 0
-    return BenchRow(
-        method=trial.method,
-        label=find_method(trial.method).label,
-        status=NOT_REACHED if is_late else failure.status,
-        reason=failure.reason,
-        micro_batch=trial.micro_batch,
-    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.text import echo, one_line, say
+from hf_pyao.tools.bench.arguments import check_timeout, default_output
 from hf_pyao.tools.bench.setup import BenchSetup
 from hf_pyao.tools.estimate.common_arguments import tell
 from hf_pyao.tools.estimate.lever_arguments import levers_of
@@ -54,7 +53,6 @@ INTERRUPTED = 130
 DEFAULT_SEEDS = 5
 DEFAULT_MICRO_BATCH = 4
 DEFAULT_CARD = "rtx4070"
-MAX_TIMEOUT_S = 1e6
 
 _ONLY_MEASURED = ("seeds", "seed", "steps", "warmup", "timeout", "order_seed", "attention")
 _ONLY_PREDICTED = ("device_memory", "link", "tflop_per_s", "engine", "optimizer")
@@ -79,7 +77,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
             write_json(output, report)
     else:
-        output = output or _default_output(args.model)
+        output = output or default_output("sweep", parse_model(args.model).name)
         report = _measured(args, budgets, output)
     tell(report, as_json=args.json, output=None, also_written=[output] if output else [])
     if output is not None and not args.json:
@@ -181,12 +179,8 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
-        raise ConfigError(
-            f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
-            f"{MAX_TIMEOUT_S:g}.",
-            key="setting-value",
-        )
+    if args.timeout is not None:
+        check_timeout(args.timeout)
     useless = _ONLY_MEASURED if args.predict else _ONLY_PREDICTED
     given = [flag_of(name) for name in useless if getattr(args, name) is not None]
     if given and args.predict:
@@ -253,9 +247,3 @@ def _or(value: Any, default: Any) -> Any:
 def _as_text(value: Any) -> str:
     """Return *value* as ``pyao:key=value`` methods read it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _default_output(model: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", parse_model(model).name).strip("-")[:40]
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return Path("outputs") / "sweep" / f"{name}-{stamp}.json"

@@ -20,6 +20,7 @@ from hf_pyao.plan.documents.bench import FAILED, OUT_OF_MEMORY, UNAVAILABLE, Ben
 from hf_pyao.plan.documents.schema import to_plain
 from hf_pyao.plan.hardware.device_speed import measure_device
 from hf_pyao.plan.hardware.link_speed import measure_link
+from hf_pyao.plan.predictor.largest import largest
 from hf_pyao.text import one_line
 from hf_pyao.tools.bench.measure import Bench
 from hf_pyao.tools.bench.memory import DeviceMemory, device_properties, pick_device
@@ -133,12 +134,12 @@ def _search(bench: Bench, trial: Trial) -> BenchRow:
         return row is None
 
     try:
-        largest = largest_fitting(fits, trial.micro_batch)
+        found = largest(fits, trial.micro_batch)
     except SearchFailed as failure:
         return failure.row
     bench.clean()  # what is measured counts its own pinned memory alone
-    at_largest = dataclasses.replace(trial, micro_batch=max(1, largest), is_search=False)
-    row = _guarded(at_largest, lambda: bench.measure(at_largest)) if largest else None
+    at_largest = dataclasses.replace(trial, micro_batch=max(1, found), is_search=False)
+    row = _guarded(at_largest, lambda: bench.measure(at_largest)) if found else None
     if row is None:
         row = BenchRow(
             method=trial.method,
@@ -149,8 +150,8 @@ def _search(bench: Bench, trial: Trial) -> BenchRow:
         )
     elif row.reason:
         row = dataclasses.replace(row, reason=f"when measured: {row.reason}")
-    elif largest == trial.micro_batch:
-        row = dataclasses.replace(row, reason=f"no larger one than {largest} was tried")
+    elif found == trial.micro_batch:
+        row = dataclasses.replace(row, reason=f"no larger one than {found} was tried")
     # Each trial of a search has shapes of its own: there is no one step to compare.
     return dataclasses.replace(
         row, num_tried=len(tried), loss=None, gradient_norm=None, gradient_digest=None
@@ -163,28 +164,6 @@ class SearchFailed(Exception):
     def __init__(self, row: BenchRow) -> None:
         super().__init__(row.reason)
         self.row = row
-
-
-def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number in 1..limit that fits, by doubling and bisection; 0 if none does.
-
-    Assumes that what fits at a number fits at all smaller ones.
-    """
-    low, high = 0, limit + 1
-    number = 1
-    while number < high:
-        if fits(number):
-            low = number
-            number = min(2 * number, limit) if number < limit else high
-        else:
-            high = number
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,8 +7,7 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +34,9 @@ from hf_pyao.plan.predictor.choice import LENGTH_STEP, LONGEST
 from hf_pyao.plan.predictor.largest import largest_fitting, largest_on_a_line
 from hf_pyao.plan.predictor.predictor import Card, Predictor, StepAt
 from hf_pyao.plan.predictor.sized_memory import USUAL_SHARE, NeededAt, SizedMemory
+from hf_pyao.plan.predictor.steps import Steps
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
-from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
-from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.plan.weights.base_names import BASES
@@ -55,8 +53,8 @@ FREE = LeverRoom(segments=True, nested=True, attention=True, groups=True)
 """Levers that a plan may choose."""
 
 SLACK = 1 / 128
-"""Share of a size within which larger ones are not looked for, where each is recorded; and which a
-size may lack that leaves room."""
+"""Share of a size within which larger ones are not looked for with MLPs in tiles or attention in
+groups; and which a size may lack that leaves room."""
 
 LIKELY_MICRO_BATCH = 128
 """Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
@@ -107,7 +105,7 @@ class Estimator:
         """Recorded or computed."""
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], Outcome] = {}
-        self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._by_size: dict[tuple[Family, int | None], Steps] = {}
         self._shares: dict[AllocatorSettings, float] = {}
         """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
@@ -229,17 +227,17 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        first = None if family.levers.scales else self._first_on_line(family)
-        is_computed = family.levers.scales or first is not None
+        levers = family.levers
+        is_exact = levers.mlp_tiles == levers.attention_groups == "off"
         found = self._largest(
-            family.levers.scales,
+            levers.scales,
             memory_at,
             allocator,
             at_least=at_least,
-            likely=(1, first or LIKELY_MICRO_BATCH) if not at_least else (),
-            slack=0.0 if is_computed else SLACK,
+            likely=(1, LIKELY_MICRO_BATCH) if not at_least else (),
+            slack=0.0 if is_exact else SLACK,
         )
-        if not is_computed or found <= at_least or SLACK * found < 1:
+        if not is_exact or found <= at_least or SLACK * found < 1:
             return found
         # What fits with a full device may not fit with copies that end at other times: an emulated
         # card ran 144 samples of GPT-2, which leave room, and not 145, which fill the device.
@@ -375,68 +373,30 @@ class Estimator:
         """Return the step at a size: recorded there, or computed from recordings at others."""
         key = (family, micro_batch, length)
         if key not in self._programs:
-            self._programs[key] = self._recorded.get(key) or self._computed(*key)
+            if length == self.sequence_length:
+                steps, size = self._steps(family, None), micro_batch
+            else:
+                steps, size = self._steps(family, micro_batch), length
+            self._programs[key] = self._recorded.get(key) or steps.at(size, family.levers)
         return self._programs[key]
 
-    def _computed(self, family: Family, micro_batch: int, length: int) -> StepProgram:
-        line = None
-        is_many = micro_batch > 1
-        if is_many and not family.levers.scales:
-            first = self._first_on_line(family)
-            is_many = first is not None and micro_batch > first
-        if is_many and length == self.sequence_length:
-            line = self._line(family, "micro-batch", length)
-        elif micro_batch == 1 and length != self.sequence_length:
-            line = self._line(family, "length", 1)
-        size = micro_batch if micro_batch > 1 else length
-        with suppress(OtherOperationsError):
-            if line is not None:
-                return line(size)
-        return self._record(family, micro_batch, length)
+    def _steps(self, family: Family, micro_batch: int | None) -> Steps:
+        """Return the steps of one micro-batch by their length; None: of our length, by theirs."""
+        key = (family, micro_batch)
+        if key not in self._by_size:
+            points: Sequence[int] | None = (2, 3)  # a single sample may run other operations
+            if micro_batch is not None:
+                last = max(3, self._recorded_multiple(family))
+                has_lengths = self._longest_multiple >= 3
+                points = [LENGTH_STEP * each for each in (1, 2, last)] if has_lengths else None
 
-    def _line(self, family: Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
-        """Return the step as a function of one size; None if it runs other operations then."""
-        key = (family, what, fixed)
-        if key not in self._lines:
-            self._lines[key] = None
-            points: list[tuple[int, StepProgram]] = []
-            if what == "micro-batch" and not family.levers.scales:
-                self._lines[key] = self._loop_line(family)
-            elif what == "micro-batch":  # a single sample may run other operations
-                points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
-            elif family.levers.scales and self._longest_multiple >= 3:
-                multiples = [1, 2, 3]
-                if self._recorded_multiple(family) > 2:
-                    multiples[2] = self._recorded_multiple(family)
-                lengths = [LENGTH_STEP * each for each in multiples]
-                points = [(size, self._record(family, fixed, size)) for size in lengths]
-            if points:
-                with suppress(OtherOperationsError):
-                    self._lines[key] = interpolate(points)
-        return self._lines[key]
+            def record(size: int, levers: Levers) -> StepProgram:
+                if micro_batch is None:
+                    return self._record(family, size, self.sequence_length)
+                return self._record(family, micro_batch, size)
 
-    def _first_on_line(self, family: Family) -> int | None:
-        """Return the first micro-batch whose step is computed, though it runs loops over rows.
-
-        None if its parts follow rules of their own.
-        """
-        if "off" != family.levers.mlp_tiles or "off" != family.levers.attention_groups:
-            return None
-        return likely_least_size(self._record(family, 1, self.sequence_length))
-
-    def _loop_line(self, family: Family) -> Callable[[int], StepProgram] | None:
-        """Return the step with loops over rows as a function of the micro-batch."""
-        length, first = self.sequence_length, self._first_on_line(family)
-
-        def points(sizes: Iterable[int]) -> list[tuple[int, StepProgram]]:
-            return [(size, self._record(family, size, length)) for size in sizes]
-
-        with suppress(OtherOperationsError):
-            if first is not None:
-                lines = LoopLines(points(sorted({1, first})))
-                if (sizes := lines.telling_sizes(first)) is not None:
-                    return interpolate_loops(points(sizes))
-        return None
+            self._by_size[key] = Steps(record, points)
+        return self._by_size[key]
 
     def _recorded_multiple(self, family: Family) -> int:
         """Return the multiple of :data:`LENGTH_STEP` that is recorded; 0 if there is none."""
@@ -477,7 +437,7 @@ class Estimator:
         if not most:
             return 0  # fewer positions than a step
         family = self._family(way)
-        is_computed = self._line(family, "length", 1) is not None
+        is_computed = self._steps(family, 1).is_computed(family.levers)
 
         def memory_at(multiple: int) -> SizedMemory:
             return self._sized(way, family, 1, multiple * LENGTH_STEP)

@@ -17,28 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from hf_pyao.attachment import attach
-from hf_pyao.auto.offloader import Offloader
-from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda, replaced
-from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.hardware.beside_step import FUSED, zero_bucket
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
-from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.base_names import ALL_LINEAR, PLAIN
 from hf_pyao.text import describe_error
 from hf_pyao.tools.simulation.kept_models import KeptModels, new_mode
-from hf_pyao.tools.simulation.late_transport import LateTransport
 from hf_pyao.tools.simulation.quantised_base import fake_parameter, quantise_linear_layers
 
 BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
-
-UNLIMITED_HOST_GIB = 2.0**20
 
 
 @contextmanager
@@ -58,22 +50,6 @@ def runs_without_values(model_type: str) -> Iterator[None]:
             f"{describe_error(error)}",
             key="model-not-run",
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPeak:
-    """Bytes on the device over one step: forward, loss and backward."""
-
-    peak_bytes: int
-    """Most bytes alive at once, weights and training state included."""
-    phase_peak_bytes: dict[str, int]
-    """The same for each part of the step."""
-    weights_bytes: int
-    state_bytes: int
-    """Moments of AdamW on the device."""
-    offloaded_bytes: int
-    num_chunks: int
-    """Chunks of the head loss; 0 for the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,44 +199,6 @@ def _operations_of(device: str, kernels: KernelSettings) -> AbstractContextManag
     return replaced(*answers_without_values())
 
 
-def peak_of(
-    training: FakeTraining,
-    settings: PyAOConfig,
-    micro_batch: int,
-    sequence_length: int,
-) -> StepPeak:
-    """Run one step and return what would be alive on the device.
-
-    Args:
-        training: the model, and how it is trained.
-        settings: what is offloaded.
-        micro_batch: samples.
-        sequence_length: tokens of each.
-    """
-    with training.model() as (model, fake_mode):
-        weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        state_bytes = training.state_bytes(model)
-        training.let_gradients_go(model)
-        with attach(model, settings, transport=LateTransport()) as offloader:
-            ledger = MemoryLedger(offloader.link.tiers.owns)
-            ledger.note([*model.parameters(), *model.buffers()])
-            stack = find_layers(model).stack
-            stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
-            with NotingMode(ledger, fake_mode, training.kernels):
-                training.run(model, micro_batch, sequence_length, ledger.end_phase)
-            figures = offloader.metrics()
-            num_chunks = check_head_loss(offloader)
-    phases = {name: value + state_bytes for name, value in ledger.phase_peak_bytes.items()}
-    return StepPeak(
-        peak_bytes=max(phases.values()),
-        phase_peak_bytes=phases,
-        weights_bytes=weights_bytes,
-        state_bytes=state_bytes,
-        offloaded_bytes=int(figures["offloaded_bytes"]),
-        num_chunks=num_chunks,
-    )
-
-
 def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") -> Any:
     """Return the model of *config* in *dtype* and training mode."""
     from transformers import AutoModelForCausalLM
@@ -352,21 +290,6 @@ def _made(tensor: Tensor) -> Tensor:
     if found is not None:
         return found
     return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
-
-
-def check_head_loss(offloader: Offloader) -> int:
-    """Return the number of chunks that the head loss took; 0 if the model's own ran.
-
-    Raises:
-        ConfigError: a chunked loss was asked for, and the model kept its own.
-    """
-    head_loss = offloader.head_loss
-    num_chunks = 0 if head_loss is None else int(head_loss.metrics()["head_loss_num_chunks"])
-    if offloader.config.effective().head_loss == "chunked" and not num_chunks:
-        raise ConfigError(
-            f"the model kept its own loss: {offloader.describe()}", key="head-loss-left"
-        )
-    return num_chunks
 
 
 def _let_go_of_gradient(parameter: Tensor) -> None:

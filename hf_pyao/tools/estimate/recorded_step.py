@@ -94,7 +94,6 @@ def recorded_step(
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
         is_other=is_other,
-        proofs=None if kept is None else kept.proofs,
         equal_layers=None if kept is None else kept.equal_layers,
     )
     if levers.head_loss == "chunked" and not num_chunks:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hf_pyao.errors import nearest
 from hf_pyao.plan.documents.bench import BenchReport, FactsReport
@@ -20,12 +19,8 @@ from hf_pyao.plan.documents.schema import ReportError, read_json
 from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.documents.sweep import SweepReport
 from hf_pyao.text import echo
-from hf_pyao.tools.report.plots.bench_plots import bench_figure
+from hf_pyao.tools.report.plots.draw import drawn
 from hf_pyao.tools.report.plots.look import need_matplotlib
-from hf_pyao.tools.report.plots.plan_plots import plan_figure
-from hf_pyao.tools.report.plots.run_plots import run_figure
-from hf_pyao.tools.report.plots.step_plots import step_figure
-from hf_pyao.tools.report.plots.sweep_plots import sweep_figure
 from hf_pyao.tools.report.views.bench_view import bench_view, facts_view
 from hf_pyao.tools.report.views.estimate_view import estimate_view
 from hf_pyao.tools.report.views.microbatch_view import microbatch_view
@@ -35,15 +30,13 @@ from hf_pyao.tools.report.views.profile_view import profile_view
 from hf_pyao.tools.report.views.run_view import run_view
 from hf_pyao.tools.report.views.step_view import step_view
 from hf_pyao.tools.report.views.sweep_view import sweep_view
-from hf_pyao.tools.report.views.trace_events import profile_events, step_events
 from hf_pyao.tools.report.views.view import View
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of document: how it is read and shown. A new kind is one more row of :data:`KINDS`.
 
     A document is a dataclass with ``schema_version`` and ``kind``.
@@ -52,62 +45,43 @@ class Kind:
     document: type[Any]
     """Its class, which has ``from_dict(values, where)``."""
     view: Callable[[Any], View]
-    figure: Callable[[Any], Figure | None] | None = None
-    """Draws its plot, or returns None where there is too little to draw; None: it has none."""
-    trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
-    """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
-    spans."""
 
+
+Document: TypeAlias = Any
+"""An instance of the class of one of :data:`KINDS`."""
 
 KINDS: Mapping[str, Kind] = {
-    "run": Kind(document=RunReport, view=run_view, figure=run_figure),
-    "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
-    "facts": Kind(document=FactsReport, view=facts_view),
-    "estimate": Kind(document=EstimateReport, view=estimate_view),
-    "profile": Kind(
-        document=Profile,
-        view=profile_view,
-        trace_events=profile_events,
-    ),
-    "prediction": Kind(document=PredictionReport, view=prediction_view),
-    "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
-    "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
-    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view),
-    "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
+    "run": Kind(RunReport, run_view),
+    "bench": Kind(BenchReport, bench_view),
+    "facts": Kind(FactsReport, facts_view),
+    "estimate": Kind(EstimateReport, estimate_view),
+    "profile": Kind(Profile, profile_view),
+    "prediction": Kind(PredictionReport, prediction_view),
+    "sweep": Kind(SweepReport, sweep_view),
+    "plan": Kind(Plan, plan_view),
+    "microbatch": Kind(MicroBatchReport, microbatch_view),
+    "step": Kind(StepReport, step_view),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
 
-class Document(Protocol):
-    """A document: an instance of the class of one of :data:`KINDS`."""
-
-    @property
-    def kind(self) -> str:
-        """A key of :data:`KINDS`."""
-        ...
-
-
-def kind_of(document: Document) -> Kind:
-    """Return what belongs to the kind of *document*."""
-    return next(kind for kind in KINDS.values() if isinstance(document, kind.document))
-
-
 def view_of(document: Document) -> View:
     """Return what *document* shows."""
-    return kind_of(document).view(document)
+    kinds = KINDS.values()
+    return next(kind for kind in kinds if isinstance(document, kind.document)).view(document)
 
 
 def figure_of(document: Document) -> Figure | None:
-    """Return the plot that belongs to *document*; None if there is none of such, or of this one.
+    """Return the plots that belong to *document*; None if there are none.
 
     Raises:
         ReportError: matplotlib is missing.
     """
-    draw = kind_of(document).figure
-    if draw is None:
+    view = view_of(document)
+    if not view.plots:
         return None
     need_matplotlib()
-    return draw(document)
+    return drawn(view.plots, view.title)
 
 
 def read_document(path: str | Path) -> Any:

@@ -13,7 +13,7 @@ from hf_pyao.files import replace_file
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.text import echo, one_line
 from hf_pyao.tools.report.chrome_trace import write_trace
-from hf_pyao.tools.report.kinds import Document, figure_of, kind_of, view_of
+from hf_pyao.tools.report.kinds import Document, figure_of, view_of
 from hf_pyao.tools.report.plots.look import image_bytes, need_matplotlib
 from hf_pyao.tools.report.tables import markdown_of, provenance_line
 from hf_pyao.tools.report.views.view import Table
@@ -44,7 +44,7 @@ def write_page(
         )
     if path.suffix == ".json":
         return write_trace(documents, path)
-    if with_plots and any(kind_of(document).figure for document in documents):
+    if with_plots and any(view_of(document).plots for document in documents):
         need_matplotlib()
     try:
         written = [path]

@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.auto.recording.shrunk_model import EqualLayers
-from hf_pyao.model.tiles.mlp_proof import Proofs
 
 
 class KeptModels:
@@ -26,8 +25,6 @@ class KeptModels:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[nn.Module, FakeTensorMode]] = {}
-        self.proofs = Proofs()
-        """What is known of their MLPs."""
         self.equal_layers = EqualLayers()
         """What is known of their layers."""
 

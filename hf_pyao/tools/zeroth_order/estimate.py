@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.engine.zeroth_order.noise import NoiseKey
 from hf_pyao.engine.zeroth_order.perturbation import (
     CHUNK_ELEMENTS,
+    ZerothOrderSettings,
     perturbed,
 )
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
@@ -25,7 +26,7 @@ from hf_pyao.text import say
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-from hf_pyao.tools.zeroth_order.sizes import STATE_BYTES, BlockSize, Choices, Ends
+from hf_pyao.tools.zeroth_order.sizes import STATE_BYTES, BlockSize, Ends
 
 GB = 10**9
 _NUM_SLOTS = 2
@@ -121,6 +122,48 @@ def noise_bytes() -> int:
     return ledger.peak_bytes - weight.nbytes - out.nbytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Settings of zeroth order that change its memory, by the names that they have there."""
+
+    momentum: float = 0.0
+    stream_embeddings: str = "off"
+    head_loss: str = "off"
+    transfer_dtype: str | None = None
+
+    @classmethod
+    def of(cls, given: Sequence[str]) -> Choices:
+        """Return what texts such as ``momentum=0.9`` choose.
+
+        Raises:
+            ConfigError: one is no setting, or has a value that it does not take.
+        """
+        known = {each.name: each for each in fields(cls)}
+        values: dict[str, Any] = {}
+        for text in given:
+            name, has_value, value = text.partition("=")
+            name = name.replace("-", "_")
+            if name not in known or not has_value:
+                raise unknown_name("setting of --zeroth-order", text, [f"{n}=..." for n in known])
+            values[name] = value
+        for name in ("stream_embeddings", "head_loss"):
+            allowed = {"stream_embeddings": ("on", "off"), "head_loss": ("off", "chunked")}[name]
+            if values.get(name, "off") not in allowed:
+                raise unknown_name(name, values[name], allowed)
+        if "momentum" in values:
+            try:
+                values["momentum"] = float(values["momentum"])
+            except ValueError:
+                raise ConfigError(
+                    f"momentum is {values['momentum']!r}; expected 0 <= momentum < 1.",
+                    key="setting-value",
+                ) from None
+        ZerothOrderSettings(
+            momentum=values.get("momentum", 0.0), transfer_dtype=values.get("transfer_dtype")
+        )
+        return cls(**values)
+
+
 def zeroth_order_memory(
     config: Any,
     micro_batch: int = 1,
@@ -142,7 +185,7 @@ def zeroth_order_memory(
     with FakeTraining(config=config, dtype=dtype).model() as (model, fake_mode):
         found = find_layers(model).layers
         layers = [layer for _, layer in found]
-        sizes = [BlockSize.of(layer, choices) for layer in layers]
+        sizes = [BlockSize.of(layer, choices.momentum, choices.transfer_dtype) for layer in layers]
         slot_bytes = max(size.slot_bytes for size in sizes)
         in_layers = {id(p) for layer in layers for p in layer.parameters()}
         streams = choices.stream_embeddings == "on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,54 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from hf_pyao.engine.weights.host_bytes import aligned
 from hf_pyao.engine.zeroth_order.int8_transfer import packed_nbytes, packs
-from hf_pyao.engine.zeroth_order.perturbation import CHUNK_ELEMENTS, ZerothOrderSettings
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.engine.zeroth_order.perturbation import CHUNK_ELEMENTS
 from hf_pyao.plan.step.ledger import MemoryLedger
 
 STATE_BYTES = 4
 """Of an element's momentum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """Settings of zeroth order that change its memory, by the names that they have there."""
-
-    momentum: float = 0.0
-    stream_embeddings: str = "off"
-    head_loss: str = "off"
-    transfer_dtype: str | None = None
-
-    @classmethod
-    def of(cls, given: Sequence[str]) -> Choices:
-        """Return what texts such as ``momentum=0.9`` choose.
-
-        Raises:
-            ConfigError: one is no setting, or has a value that it does not take.
-        """
-        known = {each.name: each for each in fields(cls)}
-        values: dict[str, Any] = {}
-        for text in given:
-            name, has_value, value = text.partition("=")
-            name = name.replace("-", "_")
-            if name not in known or not has_value:
-                raise unknown_name("setting of --zeroth-order", text, [f"{n}=..." for n in known])
-            values[name] = value
-        for name in ("stream_embeddings", "head_loss"):
-            allowed = {"stream_embeddings": ("on", "off"), "head_loss": ("off", "chunked")}[name]
-            if values.get(name, "off") not in allowed:
-                raise unknown_name(name, values[name], allowed)
-        if "momentum" in values:
-            try:
-                values["momentum"] = float(values["momentum"])
-            except ValueError:
-                raise ConfigError(
-                    f"momentum is {values['momentum']!r}; expected 0 <= momentum < 1.",
-                    key="setting-value",
-                ) from None
-        ZerothOrderSettings(
-            momentum=values.get("momentum", 0.0), transfer_dtype=values.get("transfer_dtype")
-        )
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -72,12 +29,12 @@ class BlockSize:
     host_bytes: int
 
     @classmethod
-    def of(cls, layer: nn.Module, chosen: Choices) -> BlockSize:
+    def of(cls, layer: nn.Module, momentum: float, transfer_dtype: str | None) -> BlockSize:
         """Return the bytes of *layer*, all of which is trained."""
         parameters = list(layer.parameters())
         stored = sum(aligned(p.nbytes) for p in parameters)
-        state = sum(aligned(STATE_BYTES * p.numel()) for p in parameters) * bool(chosen.momentum)
-        if chosen.transfer_dtype is None:
+        state = sum(aligned(STATE_BYTES * p.numel()) for p in parameters) * bool(momentum)
+        if transfer_dtype is None:
             return cls(stored + state, stored + state)
         packed = sum(
             aligned(packed_nbytes(p.size()) if packs(p.size(), p.dtype) else p.nbytes)

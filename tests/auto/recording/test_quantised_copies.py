@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.tools.simulation.late_transport import LateTransport
 from tests.auto.recording.test_model_copy import program_of
 from tests.helpers import gradients_of
 from tests.helpers.quantised import KINDS, quantise_
+from tests.helpers.simulation.late_transport import LateTransport
 from tests.helpers.storages import LiveStorages
 from tests.plan.predict.test_referee import storages_alone
 

@@ -434,9 +434,9 @@ def _(folder: Path) -> None:
 
 @example("logits-gradient")
 def _(folder: Path) -> None:
-    from hf_pyao.model.losses.beside import _refuse
+    from hf_pyao.model.head.put_off_call import _AfterLoss
 
-    _refuse("backward()")
+    _AfterLoss.apply(torch.ones(2), torch.ones(1, requires_grad=True)).sum().backward()
 
 
 @example("micro-batch-data")

@@ -11,8 +11,8 @@ import torch
 from hf_pyao import attach
 from hf_pyao.engine.codecs import Encoded
 from hf_pyao.engine.codecs.int8 import Int8Codec
-from hf_pyao.tools.simulation.late_transport import LateTransport
 from tests.helpers import EVERY_LAYER, NUM_LAYERS, autocasting, tiny_batch, tiny_model
+from tests.helpers.simulation.late_transport import LateTransport
 
 BATCH, LENGTH, HIDDEN = 2, 24, 32
 

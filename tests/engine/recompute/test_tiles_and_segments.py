@@ -206,9 +206,9 @@ def test_mlps_that_draw_numbers_of_others() -> None:
     with attached(model, "both") as offloader:
         assert np.random.rand() == drawn, "attaching drew numbers"
         assert offloader.mlp_tiles is not None
+        assert_same(run(model), expected, "segments")
         assert "draws" in offloader.mlp_tiles.describe()
         assert offloader.mlp_tiles.num_tiled == 0
-        assert_same(run(model), expected, "segments")
 
 
 # ---- the rest --------------------------------------------------------------------------------------

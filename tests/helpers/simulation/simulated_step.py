@@ -8,9 +8,10 @@ from hf_pyao.attachment import attach
 from hf_pyao.config import PyAOConfig
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.tools.estimate.fake_step import FakeTraining, check_head_loss
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from tests.helpers.simulation.clocked_transport import ClockedTransport
 from tests.helpers.simulation.device import SimulatedDevice
+from tests.helpers.simulation.fake_peak import check_head_loss
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def test_deterministic_mode_is_said(is_on: bool, monkeypatch: pytest.MonkeyPatch
     """On a kernel whose splits grow as heads fall."""
 
     def chosen(query: Tensor, *_: Any, **__: Any) -> kernels.Kernel:
-        class OnCPU(kernels.CPUKernel):
+        class OnCPU(kernels.Kernel):
             is_deterministic = is_on
 
             def least_pairs(self, length: int, dropout_p: float) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.attention import FlashKernel, attention_in_groups, plan_groups
 from hf_pyao.model.attention.grouped import GroupedCall
-from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, CPUKernel
+from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, Kernel
 from tests.helpers.ledger import AllocationLedger
 
 
@@ -68,7 +68,7 @@ def call_of(shape: Shape, setting: int, **settings: Any) -> GroupedCall:
         least_pairs=1,
         least_pairs_of_auto=1,
     )
-    return GroupedCall(CPUKernel(), plan, AttentionSettings(**settings))
+    return GroupedCall(Kernel(), plan, AttentionSettings(**settings))
 
 
 class Seen(NamedTuple):
@@ -178,7 +178,7 @@ def test_a_saved_tensor_that_was_changed_is_noticed() -> None:
 
 def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Failing(CPUKernel):
+    class Failing(Kernel):
         def backward(self, call: BackwardCall) -> None:
             calls.append(1)
             if len(calls) == 2:
@@ -202,7 +202,7 @@ def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hungry(CPUKernel):
+class Hungry(Kernel):
     """Allocates so many bytes inside of backward for each pair of a sample and a head."""
 
     inside_bytes: int = 0
@@ -324,7 +324,7 @@ class Expanding(FlashKernel):
         return self.by_head
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return CPUKernel().forward(*arguments)
+        return Kernel().forward(*arguments)
 
     def _backward_of(self, call: BackwardCall) -> None:
         num_heads, into = call.key.shape[1], call.into

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,14 +36,6 @@ def _tensors(random_numbers: random.Random) -> Iterator[Tensor]:
         yield torch.empty(*sizes, dtype=dtype).permute(3, 1, 0, 2)
 
 
-def _matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty(7, dtype=dtype),
-        torch.empty(5, 3, dtype=dtype),
-        torch.empty(7, 3, dtype=dtype).t(),
-    )
-
-
 CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "detach": lambda x: (aten.detach.default, (x,), {}),
     "expand": lambda x: (aten.expand.default, (x, [2, *x.shape]), {}),
@@ -62,8 +53,6 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]
     "add in place": lambda x: (aten.add_.Tensor, (x, x), {"alpha": 2}),
     "clone": lambda x: (aten.clone.default, (x,), {"memory_format": torch.contiguous_format}),
     "bmm": lambda x: (aten.bmm.default, (x, x.transpose(1, 2)), {}),
-    "new_empty": lambda x: (aten.new_empty.default, (x, [3, 2]), {"dtype": torch.int8}),
-    "new_empty_strided": lambda x: (aten.new_empty_strided.default, (x, [3, 2], [1, 4]), {}),
     "alias": lambda x: (aten.alias.default, (x,), {}),
     "subtract in place": lambda x: (aten.sub_.Tensor, (x, x[:1]), {}),
     "fill": lambda x: (aten.fill_.Scalar, (x, 2), {}),
@@ -72,113 +61,21 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]
     "index": lambda x: (aten.index.Tensor, (x, [*_indices(x, 2)]), {}),
     "index columns": lambda x: (aten.index.Tensor, (x, [None, None, *_indices(x, 1)]), {}),
     "pad": lambda x: (aten.constant_pad_nd.default, (x, [1, 2], 3.0), {}),
-    "new_ones": lambda x: (aten.new_ones.default, (x, [3, 2]), {"pin_memory": False}),
-    "new_zeros": lambda x: (aten.new_zeros.default, (x, [3, 2]), {"dtype": torch.int8}),
     "copy to its device": lambda x: (
         aten._to_copy.default,
         (x,),
         {"dtype": torch.float32, "layout": torch.strided, "device": torch.device("cpu")},
     ),
-    "sum": lambda x: (aten.sum.dim_IntList, (x, [0, 1], True), {}),
-    "sum of rows": lambda x: (aten.sum.dim_IntList, (x, [-1]), {}),
-    "sum of all": lambda x: (aten.sum.default, (x,), {}),
-    "sum of no dimension": lambda x: (aten.sum.dim_IntList, (x, []), {}),
-    "sum in a dtype": lambda x: (aten.sum.dim_IntList, (x, [1]), {"dtype": torch.float32}),
-    "sum of one twice": lambda x: (aten.sum.dim_IntList, (x, [0, -x.dim()]), {}),
-    "mean": lambda x: (aten.mean.dim, (x, [-1], True), {}),
-    "any": lambda x: (aten.any.default, (x,), {}),
-    "concatenate": lambda x: (aten.cat.default, ([x, x[:, :1], x], 1), {}),
-    "concatenate copies": lambda x: (aten.cat.default, ([x.contiguous(), x], -1), {}),
-    "concatenate dtypes": lambda x: (aten.cat.default, ([x, x.to(torch.float32)],), {}),
-    "log softmax": lambda x: (aten._log_softmax.default, (x, 1, False), {}),
-    "log softmax of halves": lambda x: (aten._log_softmax.default, (x, 1, True), {}),
-    "log softmax into": lambda x: (
-        aten.log_softmax.int_out,
-        (x, -1),
-        {"out": torch.empty(x.shape, dtype=x.dtype)},
-    ),
-    "log softmax back": lambda x: (
-        aten._log_softmax_backward_data.default,
-        (x, x.clone(), 1, x.dtype),
-        {},
-    ),
-    "log softmax back into": lambda x: (
-        aten._log_softmax_backward_data.out,
-        (x, x, -1, x.dtype),
-        {"out": torch.empty(x.shape, dtype=torch.float32)},
-    ),
-    "loss": lambda x: (aten.nll_loss_forward.default, (x[0], *_targets(x[0]), None, 1, -100), {}),
-    "losses": lambda x: (aten.nll_loss_forward.default, (x[0], *_targets(x[0]), None, 0, -1), {}),
-    "loss back": lambda x: (
-        aten.nll_loss_backward.default,
-        (x[0, 0, 0], x[0], *_targets(x[0]), None, 1, -100, x[0, 0, 0]),
-        {},
-    ),
-    "slice back": lambda x: (aten.slice_backward.default, (x, [*x.shape[:2], 9], 2, 0, 5, 1), {}),
-    "compare": lambda x: (aten.ge.Scalar, (x, 1.5), {}),
-    "equal": lambda x: (aten.eq.Scalar, (x, -1), {}),
-    "or": lambda x: (aten.bitwise_or.Tensor, (x, x[:1]), {}),
-    "and": lambda x: (aten.bitwise_and.Tensor, (x, x.contiguous()), {}),
-    "where": lambda x: (aten.where.self, (x > 0, x, x[0, 0, 0]), {}),
-    "where of layouts": lambda x: (aten.where.self, (x > 0, x.contiguous(), x), {}),
-    "where of numbers": lambda x: (aten.where.self, (x > 0, x[0, 0, 0], x[0, 0, 0]), {}),
     "flash attention": lambda x: (
         aten._scaled_dot_product_flash_attention.default,
         (x, x[:, :1], x[:, :1], 0.0, True),
         {"scale": 0.5},
-    ),
-    "flash attention back": lambda x: (
-        aten._scaled_dot_product_flash_attention_backward.default,
-        (x, x, x, x, x, *[x[0]] * 3, *[3] * 2, 0.0, True, *[x[0]] * 2),
-        {"scale": 0.5},
-    ),
-    "product into": lambda x: (
-        aten.mm.out,
-        (x[0, 0], x[0, 0].t()),
-        {"out": torch.empty(x.shape[-2], x.shape[-2], dtype=x.dtype)},
     ),
     "embedding back": lambda x: (
         aten.embedding_dense_backward.default,
         (x, torch.zeros(x.shape[:-1], dtype=torch.int64), 9, 2, False),
         {},
     ),
-    "add": lambda x: (aten.add.Tensor, (x, x), {"alpha": 2}),
-    "add of rows": lambda x: (aten.add.Tensor, (x, x[:, :1]), {}),
-    "add of layouts": lambda x: (aten.add.Tensor, (x, x.contiguous()), {}),
-    "add to layouts": lambda x: (aten.add.Tensor, (x.contiguous(), x), {}),
-    "multiply by rows": lambda x: (aten.mul.Tensor, (x, x[:1, :1]), {}),
-    "multiply rows": lambda x: (aten.mul.Tensor, (x[:1], x), {}),
-    "add to integers": lambda x: (aten.add.Tensor, (x, 3), {}),
-    "subtract of integers": lambda x: (aten.sub.Tensor, (x, x), {"alpha": 2}),
-    "add of columns": lambda x: (aten.mul.Tensor, (x[:, :, :1].contiguous(), x[0]), {}),
-    "add of a number": lambda x: (aten.add.Tensor, (x[0, 0, 0], x), {}),
-    "power": lambda x: (aten.pow.Tensor_Scalar, (x, 2), {}),
-    "rsqrt": lambda x: (aten.rsqrt.default, (x,), {}),
-    "multiply by a scalar": lambda x: (aten.mul.Scalar, (x, 2), {}),
-    "divide by a scalar": lambda x: (aten.div.Scalar, (x, 3), {}),
-    "add of dtypes": lambda x: (aten.add.Tensor, (x, x.to(torch.float32)), {}),
-    "multiply": lambda x: (aten.mul.Tensor, (x, 0.5), {}),
-    "multiply complex": lambda x: (aten.mul.Tensor, (x, 1j), {}),
-    "divide": lambda x: (aten.div.Tensor, (x, x), {}),
-    "divide expanded": lambda x: (aten.div.Scalar, (x[..., :1].expand(*x.shape[:-1], 3), 2), {}),
-    "negate expanded": lambda x: (aten.neg.default, (x[:1].expand(3, *x.shape[1:]),), {}),
-    "negate": lambda x: (aten.neg.default, (x,), {}),
-    "subtract": lambda x: (aten.sub.Tensor, (x, x), {}),
-    "relu": lambda x: (aten.relu.default, (x,), {}),
-    "gelu": lambda x: (aten.gelu.default, (x,), {"approximate": "tanh"}),
-    "gelu back": lambda x: (aten.gelu_backward.default, (x, x), {}),
-    "silu": lambda x: (aten.silu.default, (x,), {}),
-    "silu back": lambda x: (aten.silu_backward.default, (x, x), {}),
-    "threshold back": lambda x: (aten.threshold_backward.default, (x, x, 0), {}),
-    "gelu back of layouts": lambda x: (aten.gelu_backward.default, (x.contiguous(), x), {}),
-    "silu back of layouts": lambda x: (aten.silu_backward.default, (x.contiguous(), x), {}),
-    "threshold back of layouts": lambda x: (
-        aten.threshold_backward.default,
-        (x.contiguous(), x, 0),
-        {},
-    ),
-    "dropout": lambda x: (aten.native_dropout.default, (x, 0.1, True), {}),
-    "dropout back": lambda x: (aten.native_dropout_backward.default, (x, x > 0, 1.1), {}),
     "set": lambda x: (
         aten.set_.source_Storage_storage_offset,
         (torch.empty(0, dtype=x.dtype), torch.empty_like(x).untyped_storage(), 0, [1, 1], [1, 1]),
@@ -191,15 +88,6 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]
     ),
 }
 """Each with a tensor of any layout and dtype; many are refused by torch for some."""
-
-NEVER_ANSWERED = {
-    "add of dtypes",
-    "concatenate dtypes",
-    "log softmax of halves",
-    "multiply complex",
-    "sum of one twice",
-}
-
 
 FACTORIES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "arange": (aten.arange.default, (5,), {}),
@@ -282,18 +170,7 @@ def test_a_result_is_torch_s(name: str) -> None:
                 continue
             assert quick == usual, (tensor.shape, tensor.stride(), tensor.dtype)
             num_answered += 1
-    assert num_answered >= 1 or name in NEVER_ANSWERED
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_are_torch_s(dtype: torch.dtype) -> None:
-    with FakeTensorMode(), torch.no_grad():
-        bias, left, right = _matrices(dtype)
-        for func, args in (
-            (aten.mm.default, (left, right)),
-            (aten.addmm.default, (bias, left, right)),
-        ):
-            assert _outcome(lambda: quick_result(func, args, {})) == _outcome(lambda: func(*args))
+    assert num_answered >= 1
 
 
 def test_a_view_shares_its_memory_and_a_write_returns_what_was_written() -> None:
@@ -302,16 +179,13 @@ def test_a_view_shares_its_memory_and_a_write_returns_what_was_written() -> None
         view = quick_result(aten.slice.Tensor, (source, 0, 1, 2), {})
         assert view.untyped_storage()._cdata == source.untyped_storage()._cdata
         assert quick_result(aten.copy_.default, (source, torch.empty(4)), {}) is source
-        new = quick_result(aten.mul.Tensor, (source, 2.0), {})
+        new = quick_result(aten.clone.default, (source,), {})
         assert new.untyped_storage()._cdata != source.untyped_storage()._cdata
 
 
 def test_wrong_shapes_are_refused_as_ever() -> None:
-    with FakeTensorMode(), torch.no_grad():
-        left, right = torch.empty(5, 3), torch.empty(4, 7)
-        assert quick_result(aten.addmm.default, (torch.empty(7), left, right), {}) is None
-        with pytest.raises(RuntimeError):
-            quick_result(aten.view.default, (left, [4, 4]), {})
+    with FakeTensorMode(), torch.no_grad(), pytest.raises(RuntimeError):
+        quick_result(aten.view.default, (torch.empty(5, 3), [4, 4]), {})
 
 
 def test_what_is_not_plain_goes_the_usual_way() -> None:
@@ -320,31 +194,16 @@ def test_what_is_not_plain_goes_the_usual_way() -> None:
         constant = torch.tensor(2.0)  # its value is known
         fake = torch.empty(3)
         assert constant.constant is not None
-        for args in ((constant, 2.0), (fake, constant), (fake, real), (real, 2.0)):
-            assert quick_result(aten.mul.Tensor, args, {}) is None
+        for args in ((constant, fake), (fake, constant), (fake, real), (real, fake)):
+            assert quick_result(aten.add_.Tensor, args, {}) is None
         other = FakeTensorMode().from_tensor(real)
-        assert quick_result(aten.mul.Tensor, (fake, other), {}) is None
+        assert quick_result(aten.add_.Tensor, (fake, other), {}) is None
         cuda = FakeTensor(mode, torch.empty(3, device="meta"), torch.device("cuda:0"))
-        assert quick_result(aten.mul.Tensor, (fake, cuda), {}) is None
+        assert quick_result(aten.add_.Tensor, (fake, cuda), {}) is None
         moved = quick_result(aten._to_copy.default, (fake,), {"device": torch.device("cuda:0")})
         assert moved is None
         assert quick_result(aten.erf.default, (fake,), {}) is None
     assert quick_result(aten.empty.memory_format, ([3],), {}) is None, "of real tensors"
-
-
-def test_layer_normalization_has_its_statistics_in_float32() -> None:
-    kinds = itertools.product((torch.bfloat16, torch.float16, torch.float32), ([4], [3, 4]))
-    with FakeTensorMode(), torch.no_grad():
-        for dtype, shape in kinds:
-            x, weight = torch.empty(2, 3, 4, dtype=dtype), torch.empty(shape, dtype=dtype)
-            args = (x, shape, weight, None, 1e-5)
-            found = quick_result(aten.native_layer_norm.default, args, {})
-            usual = aten.native_layer_norm.default(*args)
-            assert [each.shape for each in found] == [each.shape for each in usual]
-            assert [each.dtype for each in found] == [dtype, torch.float32, torch.float32]
-            more = (x, x, shape, *found[1:], weight, None, [True, True, False])
-            back = quick_result(aten.native_layer_norm_backward.default, more, {})
-            assert [_told(each) for each in back] == [_told(x), _told(weight), None]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils import _pytree as pytree
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
-from hf_pyao.model.losses import DeferredLogits
 from tests.helpers.head_loss_models import VOCAB, assert_same_step, make_batch, make_model
 
 pytestmark = [
@@ -45,23 +46,52 @@ def make(kind: str = "llama", dtype: torch.dtype = torch.float64) -> tuple[Any, 
 # ---- hooks ---------------------------------------------------------------------------------------
 
 
+def z_loss(outputs: Any, labels: Tensor) -> Tensor:
+    return outputs.loss + 1e-2 * torch.logsumexp(outputs.logits, -1).square().mean()
+
+
+def distillation(outputs: Any, labels: Tensor) -> Tensor:
+    teacher = torch.zeros(VOCAB, dtype=outputs.logits.dtype).log_softmax(-1)
+    return F.kl_div(
+        outputs.logits.float().log_softmax(-1), teacher, log_target=True, reduction="batchmean"
+    )
+
+
+def own_cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "lora"])
-@pytest.mark.parametrize("return_dict", [True, False])
-def test_gradients_of_logits_are_refused(return_dict: bool, kind: str) -> None:
+@pytest.mark.parametrize("loss_of", [z_loss, distillation, own_cross_entropy])
+def test_a_loss_of_logits_that_were_read_late_is_refused(
+    loss_of: Callable[[Any, Tensor], Tensor], kind: str
+) -> None:
     model, _ = make(kind)
-    outputs = model(**make_batch(), return_dict=return_dict, use_cache=False)
-    loss, logits = outputs[0], outputs[1]
-    for ask in (
-        lambda: logits.register_hook(print),
-        lambda: logits.retain_grad(),
-        lambda: torch.autograd.grad(loss, logits, allow_unused=True),
-        lambda: torch.autograd.grad(loss, [logits]),
-    ):
-        with pytest.raises(ConflictError, match="head_loss='off'"):
-            ask()
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    loss.backward(inputs=wanted)
-    assert all(parameter.grad is not None for parameter in wanted)
+    batch = make_batch()
+    loss = loss_of(model(**batch, use_cache=False), batch["labels"])
+    with pytest.raises(ConflictError, match="head_loss='off'"):
+        loss.backward()
+    outputs = model(**batch, use_cache=False)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(outputs.loss, outputs.logits)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_values_of_logits_are_read_beside_the_loss(return_dict: bool) -> None:
+    """As TRL's trainers do for accuracy and entropy."""
+    (model, handle), own = make(), make_model("llama", torch.float64)
+    batch = make_batch()
+    results = []
+    for each in (model, own):
+        loss, logits = each(**batch, return_dict=return_dict, use_cache=False)[:2]
+        with torch.no_grad():
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+        loss.backward()
+        results.append((logits.detach(), logits.argmax(-1), entropy))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+    for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+    assert handle.metrics()["head_loss_num_chunked"] == 1
 
 
 def test_hooks_that_the_loss_function_hangs_on_its_logits_work() -> None:
@@ -115,28 +145,6 @@ def test_changes_in_place_inside_the_loss_function(change: Callable[[Any], None]
 # ---- reading late --------------------------------------------------------------------------------
 
 
-def write_data(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.data.add_(0.01)
-
-
-def write_one_row(parameters: list[Tensor]) -> None:
-    parameters[0].data[7].mul_(1.5)
-
-
-def write_one_column(parameters: list[Tensor]) -> None:
-    parameters[0].data[:, 7].mul_(1.5)
-
-
-def swap_data(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data * 1.5
-
-
-def write_numpy(parameters: list[Tensor]) -> None:
-    parameters[0].detach().numpy()[:] *= 1.5
-
-
 def optimizer(name: str, **options: Any) -> Callable[[list[Tensor]], None]:
     def step(parameters: list[Tensor]) -> None:
         getattr(torch.optim, name)(parameters, lr=0.1, **options).step()
@@ -144,14 +152,8 @@ def optimizer(name: str, **options: Any) -> Callable[[list[Tensor]], None]:
     return step
 
 
-WRITES: dict[str, Callable[[list[Tensor]], None]] = {
-    "data": write_data,
-    "one row": write_one_row,
-    "one column": write_one_column,
-    "other data": swap_data,
-    "numpy": write_numpy,
+STEPS = {
     "SGD": optimizer("SGD", foreach=False),
-    "SGD foreach": optimizer("SGD", foreach=True),
     "SGD fused": optimizer("SGD", fused=True),
     "AdamW fused": optimizer("AdamW", fused=True),
     "AdamW foreach": optimizer("AdamW", foreach=True),
@@ -159,18 +161,20 @@ WRITES: dict[str, Callable[[list[Tensor]], None]] = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi", "lora"])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("order", ["after backward", "without backward"])
 def test_logits_are_not_those_of_other_weights(order: str, name: str, kind: str) -> None:
     model, _ = make(kind, torch.float32)
     model(**make_batch(seed=1)).loss.backward()  # gradients for the optimizers
-    outputs = model(**make_batch())
+    outputs, read = model(**make_batch()), model(**make_batch())
+    values = read.logits
     if order == "after backward":
         outputs.loss.backward()
     head = model.get_output_embeddings()
-    WRITES[name]([p for p in head.parameters() if p.requires_grad and p.dim() == 2][::-1])
+    STEPS[name]([p for p in head.parameters() if p.requires_grad])
     with pytest.raises(SavedTensorModifiedError, match="before the step"):
         outputs.logits  # noqa: B018
+    assert read.logits is values, "read in time"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "lora"])
@@ -181,15 +185,14 @@ def test_logits_can_be_read_until_the_step(kind: str) -> None:
     outputs.loss.backward()
     assert torch.equal(outputs.logits, expected), "after backward"
     outputs = model(**make_batch())
-    outputs.loss.backward()
-    model.zero_grad()
     with torch.no_grad():
         assert torch.equal(outputs.logits, expected), "without gradients"
-    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
+        model.get_output_embeddings().weight[0].mul_(2)
     outputs = model(**make_batch())
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    assert torch.equal(outputs.logits, expected), "the same weights elsewhere"
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0].mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match="had changed"):
+        outputs.logits  # noqa: B018
 
 
 def test_logits_of_a_gathered_head() -> None:
@@ -208,9 +211,17 @@ def test_logits_of_a_gathered_head() -> None:
     expected = model.eval()(**make_batch()).logits
     first, second = (model.train()(**make_batch()) for _ in range(2))
     assert torch.equal(first.logits, expected)
-    whole.mul_(1.5)  # an optimizer that works on its own copy
+    optimizer("SGD")([whole])
     with pytest.raises(SavedTensorModifiedError, match="before the step"):
         second.logits  # noqa: B018
+
+
+def test_an_unread_output_does_not_hold_the_hidden_states() -> None:
+    model, _ = make()
+    seen: list[Any] = []
+    model.model.norm.register_forward_hook(lambda _m, _a, out: seen.append(weakref.ref(out)))
+    loss = model(**make_batch(), use_cache=False).loss
+    assert loss.requires_grad and seen[0]() is None
 
 
 # ---- walking through outputs ---------------------------------------------------------------------
@@ -276,8 +287,8 @@ def test_a_walk_through_the_outputs_computes_nothing(name: str) -> None:
     assert list(outputs) == list(expected)
     assert torch.equal(outputs["logits"], expected.logits)
     assert type(outputs) is not type(expected), "still ours"
-    outputs.loss.backward()
     assert handle.metrics()["head_loss_num_logits_read"] == 1
+    outputs.loss.backward()
 
 
 def test_readings_by_name_and_by_place_compute() -> None:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.model.head.deferred import DeferredLogits
 from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
-from hf_pyao.model.losses import DeferredLogits
 from tests.helpers.head_loss_models import (
     VOCAB,
     assert_same_step,

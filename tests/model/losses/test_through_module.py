@@ -54,7 +54,7 @@ def test_float64_matches_full_logits(
         inputs[1:],
         labels,
         logits_dtype=torch.float64,
-        num_vocab=num_vocab,
+        num_valid_vocab=num_vocab,
         chunk_tokens=chunk_tokens,
         reduction=reduction,
         label_smoothing=smoothing,
@@ -81,7 +81,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
         list(head.parameters()),
         labels,
         logits_dtype=dtype,
-        num_vocab=31,
+        num_valid_vocab=31,
         chunk_tokens=4,
         transforms=(Cast(torch.float32),),
     )
@@ -105,7 +105,7 @@ def test_edges() -> None:
             list(head.parameters()),
             labels,
             logits_dtype=torch.float64,
-            num_vocab=31,
+            num_valid_vocab=31,
             chunk_tokens=4,
         )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_pyao.model.tiles import TiledCall, TilePlan, run_in_tiles
+from hf_pyao.model.tiles import Rerun, TilePlan, run_in_slices
 from hf_pyao.plan.options.tile_plan import plan_tiles
 from tests.helpers import gradients_of
 
@@ -41,13 +40,9 @@ def tiled(module: nn.Module, tiles: int, **options: Any) -> Callable[..., Tensor
     """Return what runs *module* in *tiles* tiles."""
 
     def run(*inputs: Tensor) -> Tensor:
-        call = TiledCall(
-            function=module.forward,
-            weights=partial(lambda: list(module.parameters())),
-            plan=plan_of(inputs[0], tiles),
-            **options,
-        )
-        return run_in_tiles(call, *inputs)
+        weights = lambda: list(module.parameters())  # noqa: E731
+        plan = plan_of(inputs[0], tiles)
+        return run_in_slices(module.forward, inputs, weights, plan, Rerun(**options))
 
     return run
 

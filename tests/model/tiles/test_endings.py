@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from hf_pyao.model.tiles import TiledCall, run_in_tiles
-from hf_pyao.model.tiles.endings import Ending
+from hf_pyao.model.tiles import Rerun, run_in_slices
+from hf_pyao.model.tiles.linears import Ending
 from tests.model.tiles.mlps import HIDDEN, INNER, GatedMLP, gradients, plan_of, relative, tiled
 
 NUM_TILES = 4
@@ -69,9 +69,7 @@ def run(module: nn.Module, ending: Ending) -> tuple[tuple[Tensor, Any, Any], int
     def in_tiles(x: Tensor) -> Tensor:
         plan = plan_of(x, NUM_TILES)
         weights = lambda: list(module.parameters())  # noqa: E731
-        return run_in_tiles(
-            TiledCall(function=module.forward, weights=weights, plan=plan, ending=ending), x
-        )
+        return run_in_slices(module.forward, (x,), weights, plan, Rerun(ending=ending))
 
     torch.manual_seed(2)
     gradients(in_tiles, module, hidden, grad)
@@ -174,14 +172,14 @@ def test_an_end_that_is_another_in_some_tile(token: int) -> None:
         hidden, grad = inputs()
         with torch.no_grad():
             hidden[1, token, 5] = 100
-        call = TiledCall(
-            function=module.forward,
-            weights=lambda: list(module.parameters()),
-            plan=plan_of(hidden, NUM_TILES),
-            ending=each,
-        )
         torch.manual_seed(3)
-        output = run_in_tiles(call, hidden)
+        output = run_in_slices(
+            module.forward,
+            (hidden,),
+            lambda: list(module.parameters()),
+            plan_of(hidden, NUM_TILES),
+            Rerun(ending=each),
+        )
         found.append(torch.autograd.grad(output, [hidden, *module.parameters()], grad))
     assert ending.last == 0
     for ours, expected in zip(*found, strict=True):

@@ -171,8 +171,22 @@ def with_mlp(kind: Any) -> nn.Module:
     return model.train()
 
 
+class ForeignMLP(ConvolutionMLP):
+    """Trains a weight that is another module's."""
+
+    scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(hidden) * ForeignMLP.scale)
+
+
 @pytest.mark.parametrize(
-    ("kind", "named"), [(ConvolutionMLP, "aten.transpose"), (BatchRoutedMLP, "aten.mean")]
+    ("kind", "named"),
+    [
+        (ConvolutionMLP, "other tokens"),
+        (BatchRoutedMLP, "other tokens"),
+        (ForeignMLP, "another module"),
+    ],
 )
 def test_an_mlp_that_mixes_tokens(kind: Any, named: str, caplog: pytest.LogCaptureFixture) -> None:
     model = with_mlp(kind)
@@ -180,10 +194,32 @@ def test_an_mlp_that_mixes_tokens(kind: Any, named: str, caplog: pytest.LogCaptu
     with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
         found = gradients(model)
         assert num_tiles_of(offloader) == 0
-        assert named in offloader.describe()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert offloader.mlp_tiles is not None
+        described = offloader.mlp_tiles.describe()
+        assert named in described and "0 of 3 MLPs" in described
+    assert_close(found, expected)
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert named in warning.getMessage()
+
+
+class Centred(nn.Module):
+    """An activation that takes the mean of all tokens away."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.relu(hidden - hidden.mean(tuple(range(hidden.dim() - 1)), keepdim=True))
+
+
+def test_an_activation_that_mixes_tokens_in_a_spread_mlp() -> None:
+    model = tiny_model("opt")
+    for layer in model.model.decoder.layers:
+        layer.activation_fn = Centred()
+    expected = gradients(model)
+    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
+        found = gradients(model)
+        assert offloader.mlp_tiles is not None
+        assert "other tokens" in offloader.mlp_tiles.describe()
+        assert num_tiles_of(offloader) == 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_fused_experts_are_left_alone_with_the_reason() -> None:
@@ -372,7 +408,7 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from hf_pyao.model.tiles import TiledCall, plan_tiles, run_in_tiles
+    from hf_pyao.model.tiles import plan_tiles, run_in_slices
     from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
     hidden_size, inner_size = 256, 1024
@@ -385,8 +421,7 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
         before = ledger.live_bytes
         with NotingMode(ledger, fake_mode):
             plan = plan_tiles(num_tokens, tiles, 0, 0)
-            call = TiledCall(function=mlp.forward, weights=list, plan=plan)
-            output = run_in_tiles(call, hidden) if plan.num_tiles > 1 else mlp(hidden)
+            output = run_in_slices(mlp.forward, (hidden,), list, plan)
             forward = ledger.peak_bytes
             grad = torch.empty_like(output)
             (found,) = torch.autograd.grad(output, hidden, grad)

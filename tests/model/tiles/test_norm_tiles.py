@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_pyao import attach
 from hf_pyao.model.map.module_map import find_layers
-from hf_pyao.model.tiles.mlp_proof import KnownMLP, Proofs
+from hf_pyao.model.tiles.mlp_kinds import KnownMLP, known_mlp
 from hf_pyao.model.tiles.mlp_search import find_norms
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
@@ -39,7 +39,7 @@ def test_norms_of_layers_and_their_like_outside_are_found() -> None:
 @pytest.mark.parametrize(("model_type", "is_wide"), [("llama", True), ("gpt2", False)])
 def test_fused_norms_need_no_tiles(model_type: str, is_wide: bool) -> None:
     model = tiny_model(model_type)
-    known = Proofs().of(find_norms(find_layers(model))[0])
+    known = known_mlp(find_norms(find_layers(model))[0])
     assert isinstance(known, KnownMLP)
     assert known.is_wide is is_wide
     with attach(model, TILES) as offloader:

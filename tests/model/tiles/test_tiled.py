@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.errors import ConflictError
-from hf_pyao.model.tiles import TiledCall, run_in_tiles
+from hf_pyao.model.tiles import run_in_slices
 from tests.model.tiles.mlps import HIDDEN, GatedMLP, gradients, median, plan_of, relative, tiled
 
 
@@ -304,7 +304,7 @@ def test_no_tokens_and_fewer_tokens_than_tiles() -> None:
 def test_one_tile_is_the_plain_call() -> None:
     module, (hidden, _) = seeded(), inputs_of((2, 48))
     output = tiled(module, 1)(hidden)
-    assert output.grad_fn is not None and "Tile" not in output.grad_fn.name()
+    assert output.grad_fn is not None and "Slices" not in output.grad_fn.name()
 
 
 def test_several_inputs_and_an_output_that_is_written_to() -> None:
@@ -312,12 +312,12 @@ def test_several_inputs_and_an_output_that_is_written_to() -> None:
     residual = torch.randn(2, 48, HIDDEN, requires_grad=True)
     results = []
     for tiles in (1, 4):
-        call = TiledCall(
-            function=lambda x, r: module(x) * r,
-            weights=lambda: list(module.parameters()),
-            plan=plan_of(hidden, tiles),
+        output = run_in_slices(
+            lambda x, r: module(x) * r,
+            (hidden, residual),
+            lambda: list(module.parameters()),
+            plan_of(hidden, tiles),
         )
-        output = run_in_tiles(call, hidden, residual)
         output += residual
         results.append(torch.autograd.grad(output, [hidden, residual, *module.parameters()], grad))
     for ours, own in zip(results[1], results[0], strict=True):

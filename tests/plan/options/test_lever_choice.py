@@ -28,11 +28,12 @@ from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.predictor.predictor import Card, Predictor
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner
 from hf_pyao.plan.step.step_program import FORWARD, Operation, Segment, StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.report.views.plan_view import plan_view
 from tests.helpers.hardware import HARDWARE
+from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.simulated_step import simulate_step
 
 NUM_LAYERS = 16

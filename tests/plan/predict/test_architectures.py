@@ -13,8 +13,9 @@ from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import interpolate
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
+from tests.helpers.simulation.fake_peak import peak_of
 
 LENGTH = 32  # kernels round lengths up to this: what they save in between is no polynomial
 LONGEST = 16 * LENGTH

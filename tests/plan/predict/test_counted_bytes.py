@@ -12,17 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.tools.estimate.fake_step import (
-    BUCKET_BYTES,
-    UNLIMITED_HOST_GIB,
-    FakeTraining,
-    StepPeak,
-    build_model,
-    peak_of,
-)
+from hf_pyao.tools.estimate.fake_step import BUCKET_BYTES, FakeTraining, build_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from tests.helpers import ARCHITECTURES, ENCODER_DECODERS, EVERY_LAYER
 from tests.helpers.ledger import AllocationLedger
+from tests.helpers.simulation.fake_peak import UNLIMITED_HOST_GIB, StepPeak, peak_of
 
 BATCH, LENGTH = 2, 16
 SPARSE = ("mixtral", "qwen3_moe")

@@ -5,7 +5,7 @@ They share the table of costs and the schedule.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -21,15 +21,15 @@ from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import (
     operation_times_ms,
     predict,
-    predict_timed_and_late,
 )
 from hf_pyao.plan.step.prediction import FREED, MemoryKey, Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.ways import WAYS, Way
+from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.replayed_step import replay_step
 from tests.helpers.simulation.simulated_step import simulate_step
 
@@ -451,30 +451,3 @@ def test_a_slow_host_sets_the_time() -> None:
     assert slow.step_ms == pytest.approx(10.0 * num_kernels + last_ms, rel=1e-3)
     limited = HostModel(op_ms=0.5, queue_limit=3)
     assert case.predicted(SLOW, limited).step_ms >= case.predicted(SLOW).step_ms
-
-
-def test_one_walk_tells_times_and_late_copies() -> None:
-    """Windows that are too small have copies released out of order; then late copies differ."""
-    draw = Random(5)
-    program = CASES[0].program
-    times_ms = operation_times_ms(program, FAST.device)
-    num_offloading = 0
-    for _ in range(40):
-        leaves = [draw.random() < 0.8 for _ in program.slots]
-        window_bytes = draw.choice([None, 0, 2**12, 2**14, 2**16, 2**18, 2**20, 2**28])
-        link = replace(
-            FAST.link,
-            d2h_gib_per_s=draw.choice([0.02, 0.3, 50.0]),
-            copy_engines=draw.choice([1, 2]),
-        )
-        timed, late = predict_timed_and_late(
-            program, leaves, window_bytes=window_bytes, times_ms=times_ms, link=link
-        )
-        alone = predict(program, leaves, window_bytes=window_bytes, times_ms=times_ms, link=link)
-        assert timed == alone
-        expected = predict(program, leaves, window_bytes=window_bytes)
-        num_offloading += bool(late.offloaded_bytes)
-        for each in fields(Prediction):
-            ours, theirs = getattr(late, each.name), getattr(expected, each.name)
-            assert ours == theirs or (ours != ours and theirs != theirs), each.name
-    assert num_offloading > 30

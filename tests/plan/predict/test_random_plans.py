@@ -18,8 +18,9 @@ from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.planner import Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
+from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.replayed_step import replay_step
 from tests.helpers.simulation.simulated_step import simulate_step
 from tests.plan.predict.test_architectures import SHAPES, WIDTH

@@ -26,7 +26,7 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.simulation.late_transport import LateTransport
+from tests.helpers.simulation.late_transport import LateTransport
 from tests.helpers.storages import LiveStorages
 from tests.plan.predict.test_architectures import SHAPES
 from tests.plan.predict.test_random_plans import LAYERS_DIFFER

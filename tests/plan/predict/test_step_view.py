@@ -14,7 +14,7 @@ import torch
 from hf_pyao import attach
 from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.plan.documents.schema import to_plain
-from hf_pyao.plan.documents.step import COMPUTE_LANES, MemoryPoint, StepReport, StepSpan
+from hf_pyao.plan.documents.step import MemoryPoint, StepReport, StepSpan
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predict.step_view import measured_step, predicted_step, thinned
@@ -23,6 +23,9 @@ from hf_pyao.plan.step.step_program import Buffer, Operation, Segment, SlotUse, 
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.helpers.documents import PROVENANCE
 from tests.plan.predict.test_predict import FAST, SLOW, Case
+
+COMPUTE_LANES = ("forward", "backward", "outside")
+"""One of them runs at a time."""
 
 
 def step_of(program: StepProgram, prediction: Prediction) -> StepReport:

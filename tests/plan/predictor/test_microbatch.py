@@ -22,9 +22,10 @@ from hf_pyao.plan.predictor.choice import (
 from hf_pyao.plan.predictor.predictor import SizedPlan
 from hf_pyao.plan.predictor.steps import Steps, gradients_held
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
+from tests.helpers.simulation.fake_peak import peak_of
 
 LIMIT = 1000
 

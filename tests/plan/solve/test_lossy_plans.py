@@ -18,10 +18,11 @@ from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, LOSSY_GAIN, Candidate, Planner
 from hf_pyao.plan.step.step_program import ROW_STATISTIC, SlotUse
-from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+from tests.helpers.simulation.fake_peak import UNLIMITED_HOST_GIB
 from tests.helpers.simulation.simulated_step import SimulatedStep, simulate_step
 
 WINDOW_BYTES = 2**20

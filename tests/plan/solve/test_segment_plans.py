@@ -14,10 +14,11 @@ from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Planner
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from tests.helpers.hardware import HARDWARE
+from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.simulated_step import simulate_step
 
 MODEL = "llama:hidden_size=64,intermediate_size=256,num_hidden_layers=6,num_attention_heads=4,vocab_size=128"

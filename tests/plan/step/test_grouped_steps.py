@@ -13,9 +13,10 @@ from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
+from tests.helpers.simulation.fake_peak import peak_of
 
 MODEL = (
     "llama:hidden_size=64,intermediate_size=128,num_hidden_layers=4,num_attention_heads=8,"

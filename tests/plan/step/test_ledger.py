@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.tools import simulation
-from hf_pyao.tools.simulation.late_transport import LateTransport
+from tests.helpers.simulation.late_transport import LateTransport
 from tests.helpers.simulation.transport import SimulatedTransport
 
 KIB = 1024

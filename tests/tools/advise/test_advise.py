@@ -17,7 +17,8 @@ from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
 from hf_pyao.hf.arguments import PyAOTrainingArguments
 from hf_pyao.tools.advise import forbidden_writes
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from tests.helpers.simulation.fake_peak import peak_of
 
 MODEL = """
 import os, sys, torch

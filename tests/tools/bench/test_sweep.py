@@ -194,9 +194,7 @@ def test_a_knee_is_marked_in_table_and_plot(plan: SweepPlan) -> None:
     assert "The knee is at 3 tensors, because it is" in text
     figure = figure_of(report)
     assert figure is not None
-    right = figure.axes[1]
-    legend = right.get_legend()
-    assert legend is not None
+    (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["knee"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -19,27 +18,11 @@ from hf_pyao.tools.bench.worker import (
     describe_device,
     describe_error,
     is_out_of_memory,
-    largest_fitting,
     make_bench,
     run_trial,
 )
 
 SEARCH = Trial(method="none", micro_batch=64, is_search=True)
-
-
-@pytest.mark.parametrize("limit", range(1, 20))
-def test_the_largest_that_fits_is_found_with_few_tries(limit: int) -> None:
-    for largest in range(limit + 5):
-        tried: list[int] = []
-
-        def fits(number: int, largest: int = largest, tried: list[int] = tried) -> bool:
-            tried.append(number)
-            return number <= largest
-
-        assert largest_fitting(fits, limit) == min(largest, limit)
-        assert len(tried) == len(set(tried)), "a number was tried twice"
-        assert max(tried) <= limit
-        assert len(tried) <= 2 * math.ceil(math.log2(limit + 1)) + 1
 
 
 def _limited(bench: Bench, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:

@@ -19,11 +19,12 @@ from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.estimate import Estimator
-from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.verdict_text import verdict
 from hf_pyao.tools.estimate.ways import METHODS, WAYS, chunked
 from tests.helpers.documents import PROVENANCE
+from tests.helpers.simulation.fake_peak import peak_of
 
 PAPER_MODELS = [f"{model}-{size}" for model, size in PAPER_SIZES.items()]
 

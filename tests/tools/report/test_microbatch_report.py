@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import pytest
-
 from hf_pyao.plan.documents.microbatch import MicroBatchReport, MicroBatchRow
-from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.tools.report.kinds import view_of
 from hf_pyao.tools.report.tables import markdown_of
 from tests.helpers.documents import make_microbatch
@@ -27,21 +21,6 @@ def lengths() -> MicroBatchReport:
         for length in (64, 256, 1024, 2048, 4096)
     ]
     return make_microbatch(find="sequence", global_batch=None, rows=rows, chosen=rows[3])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"micro_batch": 0}, "micro_batch 0; expected 1 to"),
-        ({"sequence_length": 2**50}, "sequence_length"),
-        ({"accumulation": -1}, "accumulation -1"),
-        ({"peak_bytes": -1}, "peak_bytes -1"),
-        ({"step_ms": None}, "fits, and has no step_ms"),
-    ],
-)
-def test_bad_rows_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ReportError, match=message):
-        dataclasses.replace(make_microbatch().rows[0], **change)
 
 
 def test_the_table_marks_what_was_chosen() -> None:

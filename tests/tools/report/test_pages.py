@@ -15,8 +15,6 @@ from hf_pyao.plan.documents.run import LayerBytes
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.tools.report.kinds import figure_of
 from hf_pyao.tools.report.pages import html_page, write_page
-from hf_pyao.tools.report.plots.bench_plots import largest_figure, trade_off_figure
-from hf_pyao.tools.report.plots.labels import place_labels
 from tests.helpers.documents import make_bench, make_facts, make_row, make_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -105,29 +103,13 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_trade_off_shows_each_measured_method_once() -> None:
-    figure = trade_off_figure(make_bench())
+    figure = figure_of(make_bench())
     assert figure is not None
     (axes,) = figure.axes
-    names = [text.get_text() for text in axes.texts]
-    for method in ("none", "pyao-window", "checkpoint", "trl-streams"):
-        assert names.count(method) == 1
-    assert "deepspeed" not in names
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["none", "pyao-window", "checkpoint", "trl-streams"]
     assert "allocated device memory, GiB" in axes.get_ylabel()
-
-
-def test_labels_of_a_cluster_do_not_overlap() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5))
-    axes = figure.add_subplot()
-    points = [(100.0 + i, 5.0 + 0.02 * i, f"a method {i}", "black") for i in range(8)]
-    axes.set_xlim(60, 160)
-    axes.set_ylim(4, 6.5)
-    axes.scatter([x for x, *_ in points], [y for _, y, *_ in points])
-    boxes = place_labels(figure, axes, points)
-    for index, box in enumerate(boxes):
-        for other in boxes[:index]:
-            assert not box.overlaps(other)
 
 
 def test_names_of_bars_do_not_meet() -> None:
@@ -138,7 +120,7 @@ def test_names_of_bars_do_not_meet() -> None:
         make_row(f"pyao:{settings}{number}", 100.0, 5.0, micro_batch=number + 1, num_tried=9)
         for number in range(9)
     ]
-    figure = largest_figure(make_bench(rows))
+    figure = figure_of(make_bench(rows))
     assert figure is not None
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

@@ -1,20 +1,23 @@
-"""What benchmarks and facts show: their tables, and what is said beneath."""
+"""What benchmarks and facts show: their tables and plots, and what is said beneath."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from hf_pyao.plan.documents.bench import OK, REFERENCE, BenchReport, BenchRow, FactsReport
 from hf_pyao.quantities import ABSENT, GIB, fact_text, number
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.plots import data as plots
+from hf_pyao.tools.report.views.view import Table, View, cell, table_of
 
 ON_A_CPU = "There was no device: host memory stood in for it, and times say nothing about a GPU."
 
 
 def bench_view(report: BenchReport) -> View:
     """Return one table row for each method, why some have none, and what the methods are."""
+    plot = _largest_of(report) if report.is_search else _trade_off(report)
     return View(
         title=report.title,
+        plots=[] if plot is None else [[plot]],
         tables=[bench_table(report)],
         notes=reasons(report),
         legend=legend(report),
@@ -39,50 +42,38 @@ def bench_table(report: BenchReport) -> Table:
     Columns that no row has a figure for are left out.
     """
     reference = report.row_of(REFERENCE)
-    columns: list[tuple[str, list[str]]] = [
-        ("method", [row.method for row in report.rows]),
-        *_columns(report.rows, reference, report.is_search),
-    ]
-    filled = [c for c in columns if any(cell != ABSENT for cell in c[1])]
-    lines = zip(*(cells for _, cells in filled), strict=True)
-    return Table([name for name, _ in filled], [list(line) for line in lines])
-
-
-def _columns(
-    rows: Sequence[BenchRow], reference: BenchRow | None, is_search: bool
-) -> list[tuple[str, list[str]]]:
-    step = [row.step for row in rows]
     base = reference.step if reference is not None else None
-    columns = [
-        ("result", ["measured" if row.status == OK else row.status for row in rows]),
-        *([("largest micro-batch", [_largest(row) for row in rows])] if is_search else []),
-        ("step, ms", [ABSENT if s is None else number(s.median_ms) for s in step]),
-        (
-            "quartiles, ms",
-            [
-                ABSENT
-                if s is None
-                else f"{number(s.lower_quartile_ms)}–{number(s.upper_quartile_ms)}"
-                for s in step
-            ],
-        ),
-        ("tokens/s", [_whole(row.tokens_per_s) for row in rows]),
-        ("held after forward, GiB", [_gib(row.after_forward_bytes) for row in rows]),
-        ("peak allocated, GiB", [_gib(row.peak_allocated_bytes) for row in rows]),
-        ("peak reserved, GiB", [_gib(row.peak_reserved_bytes) for row in rows]),
-        ("host memory +GiB", [_gib(row.rss_growth_bytes) for row in rows]),
-        ("pinned, GiB", [_gib(row.pinned_bytes) for row in rows]),
-        ("loss and gradients", [_parity(row) for row in rows]),
+
+    def against_nothing(row: BenchRow) -> str:
+        if row.step is None or base is None or not base.median_ms or report.is_search:
+            return ABSENT  # at different micro-batches, times do not compare
+        return f"{row.step.median_ms / base.median_ms:.2f}×"
+
+    def shown(get: Callable[[BenchRow], int | None]) -> Callable[[BenchRow], str]:
+        return lambda row: cell(get(row), ".2f", GIB)
+
+    columns: list[tuple[str, Callable[[BenchRow], str]]] = [
+        ("method", lambda row: row.method),
+        ("result", lambda row: "measured" if row.status == OK else row.status),
+        ("largest micro-batch", _largest),
+        ("step, ms", lambda row: ABSENT if row.step is None else number(row.step.median_ms)),
+        ("against nothing", against_nothing),
+        ("quartiles, ms", _quartiles),
+        ("tokens/s", lambda row: cell(row.tokens_per_s, ",.0f")),
+        ("held after forward, GiB", shown(lambda row: row.after_forward_bytes)),
+        ("peak allocated, GiB", shown(lambda row: row.peak_allocated_bytes)),
+        ("peak reserved, GiB", shown(lambda row: row.peak_reserved_bytes)),
+        ("host memory +GiB", shown(lambda row: row.rss_growth_bytes)),
+        ("pinned, GiB", shown(lambda row: row.pinned_bytes)),
+        ("loss and gradients", _parity),
     ]
-    if not is_search:  # at different micro-batches, times do not compare
-        ratio = [
-            ABSENT
-            if s is None or base is None or not base.median_ms
-            else f"{s.median_ms / base.median_ms:.2f}×"
-            for s in step
-        ]
-        columns.insert(2, ("against nothing", ratio))
-    return columns
+    return table_of(report.rows, columns)
+
+
+def _quartiles(row: BenchRow) -> str:
+    if row.step is None:
+        return ABSENT
+    return f"{number(row.step.lower_quartile_ms)}–{number(row.step.upper_quartile_ms)}"
 
 
 def reasons(report: BenchReport) -> list[str]:
@@ -116,14 +107,6 @@ def _largest(row: BenchRow) -> str:
     return ABSENT if row.num_tried is None else str(row.micro_batch)
 
 
-def _whole(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:,.0f}"
-
-
-def _gib(value: int | None) -> str:
-    return ABSENT if value is None else f"{value / GIB:.2f}"
-
-
 def _parity(row: BenchRow) -> str:
     if row.method == REFERENCE and row.gradient_digest is not None:
         return "reference"
@@ -132,3 +115,60 @@ def _parity(row: BenchRow) -> str:
     if row.is_loss_equal and row.are_gradients_equal:
         return "equal bits"
     return "gradients differ" if row.is_loss_equal else "loss differs"
+
+
+# ---- plots -----------------------------------------------------------------------------------
+
+
+def family_of(method: str) -> plots.Family:
+    """Return the family of a method, by its name."""
+    if method == REFERENCE:
+        return plots.NOTHING
+    if method.startswith(("pyao", "policy")):
+        return plots.OURS
+    return plots.RECOMPUTE if method.startswith(("checkpoint", "deepspeed")) else plots.OFFLOAD
+
+
+def _trade_off(report: BenchReport) -> plots.Front | None:
+    """Return memory versus time: one point for each measured method."""
+    measured = [row for row in report.rows if row.step is not None]
+    on_device = [row for row in measured if row.peak_allocated_bytes is not None]
+    rows = on_device or [row for row in measured if row.rss_growth_bytes is not None]
+    what = "peak of allocated device memory" if on_device else "growth of host memory (no device)"
+    if not rows:
+        return None
+    return plots.Front(
+        title=f"Memory versus time, on {report.device.get('name')}: the lower left is better",
+        lines=[_point(row) for row in rows[: plots.MOST_POINTS]],
+        x_label="time of one step, ms: median and quartiles (axes may begin above 0)",
+        y_label=f"{what}, GiB",
+    )
+
+
+def _point(row: BenchRow) -> plots.Line:
+    """Return a method's point; quartiles are on both sides of it whatever a report says."""
+    assert row.step is not None
+    nbytes = row.peak_allocated_bytes
+    memory = (row.rss_growth_bytes or 0) if nbytes is None else nbytes
+    median_ms = float(row.step.median_ms)
+    errors = (
+        [max(0.0, median_ms - row.step.lower_quartile_ms)],
+        [max(0.0, row.step.upper_quartile_ms - median_ms)],
+    )
+    return plots.Line(row.method, family_of(row.method), [median_ms], [memory / GIB], errors)
+
+
+def _largest_of(report: BenchReport) -> plots.Plot | None:
+    """Return the largest micro-batch of each method, as bars."""
+    rows = [row for row in report.rows if row.num_tried is not None]
+    rows = sorted(rows, key=lambda row: row.micro_batch)[-plots.MOST_POINTS :][::-1]
+    bars = [plots.Bar(r.method, r.micro_batch, family_of(r.method), _bar_text(r)) for r in rows]
+    title = f"Largest micro-batch, on {report.device.get('name')}: longer is better"
+    label = "largest micro-batch that fits, sequences"
+    return plots.Bars(title=title, bars=bars, x_label=label) if bars else None
+
+
+def _bar_text(row: BenchRow) -> str:
+    if row.step is not None and row.tokens_per_s is not None:
+        return f"{row.micro_batch}   {row.tokens_per_s:,.0f} tokens/s"
+    return f"{row.micro_batch}" if row.status == OK else f"{row.micro_batch}   {row.status}"

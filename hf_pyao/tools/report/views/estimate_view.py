@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.documents.step import place_of
 from hf_pyao.quantities import ABSENT
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.views.view import Table, View, cell, table_of
 
 
 def estimate_view(report: EstimateReport) -> View:
@@ -29,43 +29,24 @@ def estimate_view(report: EstimateReport) -> View:
 
 def estimate_table(report: EstimateReport) -> Table:
     """Return an estimate's table; columns that no row has a figure for are left out."""
-    header = [
-        "method",
-        "largest micro-batch",
-        "tokens/s",
-        "step, ms",
-        "reserved, GB",
-        "host, GB",
-        "longest sequence",
-        "with expandable segments",
-        "at micro-batch",
-        "allocated, GB",
-        "inside kernels, GB",
-        "copies hidden",
-        "layers streamed",
-        "weights on the host, GB",
-        "tokens to hide uploads",
+    columns: list[tuple[str, Callable[[EstimateRow], str]]] = [
+        ("method", lambda row: row.method),
+        ("largest micro-batch", lambda row: _number(row.largest_micro_batch)),
+        ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
+        ("step, ms", lambda row: f"{row.step_ms:,.1f}"),
+        ("reserved, GB", lambda r: _gb(r.reserved_bytes) + ("" if r.fits else " (too much)")),
+        ("host, GB", lambda row: _gb(row.host_bytes)),
+        ("longest sequence", _length),
+        ("with expandable segments", lambda row: _number(row.largest_with_expandable_segments)),
+        ("at micro-batch", lambda row: str(row.micro_batch)),
+        ("allocated, GB", lambda row: _gb(row.peak_bytes)),
+        ("inside kernels, GB", lambda r: _gb(r.workspace_bytes if r.workspace_of else None)),
+        ("copies hidden", lambda row: cell(row.hidden, ".0%")),
+        ("layers streamed", lambda row: _streamed(row)[0]),
+        ("weights on the host, GB", lambda row: _streamed(row)[1]),
+        ("tokens to hide uploads", lambda row: _streamed(row)[2]),
     ]
-    rows = [
-        [
-            row.method,
-            _number(row.largest_micro_batch),
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.step_ms:,.1f}",
-            _gb(row.reserved_bytes) + ("" if row.fits else " (too much)"),
-            _gb(row.host_bytes),
-            _length(row),
-            _number(row.largest_with_expandable_segments),
-            str(row.micro_batch),
-            _gb(row.peak_bytes),
-            _gb(row.workspace_bytes if row.workspace_of else None),
-            ABSENT if row.hidden is None else f"{row.hidden:.0%}",
-            *_streamed(row),
-        ]
-        for row in report.rows
-    ]
-    filled = [column for column in range(len(header)) if any(r[column] != ABSENT for r in rows)]
-    return Table([header[c] for c in filled], [[row[c] for c in filled] for row in rows])
+    return table_of(report.rows, columns)
 
 
 def _streamed(row: EstimateRow) -> tuple[str, str, str]:
@@ -89,7 +70,7 @@ def _number(count: int | None) -> str:
 
 
 def _gb(nbytes: int | None) -> str:
-    return ABSENT if nbytes is None else f"{nbytes / 1e9:.2f}"
+    return cell(nbytes, ".2f", 1e9)
 
 
 def _length(row: EstimateRow) -> str:

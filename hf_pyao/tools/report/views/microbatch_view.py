@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_pyao.plan.documents.microbatch import (
     MODEL_SIZE,
     SEQUENCE,
@@ -9,7 +11,7 @@ from hf_pyao.plan.documents.microbatch import (
     MicroBatchRow,
 )
 from hf_pyao.quantities import ABSENT, GIB, number
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.views.view import Table, View, cell, table_of
 
 
 def microbatch_view(report: MicroBatchReport) -> View:
@@ -29,30 +31,25 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         SEQUENCE: ("sequence", "micro-batch"),
         MODEL_SIZE: ("layers", "micro-batch"),
     }.get(report.find, ("micro-batch", "accumulation"))
-    header = [
-        first,
-        beside,
-        "fits",
-        "allocated, GiB",
-        "reserved, GiB",
-        "step, ms",
-        "ms/sample",
-        "plan",
+    find = report.find
+
+    def size(row: MicroBatchRow) -> str:
+        return f"{_asked(row, find):,}" + (" (chosen)" if row == report.chosen else "")
+
+    def other(row: MicroBatchRow) -> str:
+        return str(row.accumulation if beside == "accumulation" else row.micro_batch)
+
+    columns: list[tuple[str, Callable[[MicroBatchRow], str]]] = [
+        (first, size),
+        (beside, other),
+        ("fits", lambda row: "yes" if row.fits else "no"),
+        ("allocated, GiB", lambda r: f"{r.peak_bytes / GIB:.2f}{'' if r.fits else ' at least'}"),
+        ("reserved, GiB", lambda row: cell(row.reserved_bytes, ".2f", GIB)),
+        ("step, ms", lambda row: ABSENT if row.step_ms is None else number(row.step_ms)),
+        ("ms/sample", lambda row: ABSENT if row.sample_ms is None else number(row.sample_ms)),
+        ("plan", lambda row: row.plan),
     ]
-    rows = [
-        [
-            f"{_asked(row, report.find):,}" + (" (chosen)" if row == report.chosen else ""),
-            str(row.accumulation if beside == "accumulation" else row.micro_batch),
-            "yes" if row.fits else "no",
-            f"{row.peak_bytes / GIB:.2f}" + ("" if row.fits else " at least"),
-            ABSENT if row.reserved_bytes is None else f"{row.reserved_bytes / GIB:.2f}",
-            ABSENT if row.step_ms is None else number(row.step_ms),
-            ABSENT if row.sample_ms is None else number(row.sample_ms),
-            row.plan,
-        ]
-        for row in report.rows
-    ]
-    return Table(header, rows)
+    return table_of(report.rows, columns, keeps_all=True)
 
 
 def _asked(row: MicroBatchRow, find: str) -> int:

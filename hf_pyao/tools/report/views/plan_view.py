@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from hf_pyao.plan.documents.plan import ACTIONS, LeverSetting, Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
-from hf_pyao.quantities import ABSENT, MIB, fact_text, number
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.quantities import ABSENT, GIB, MIB, fact_text, number
+from hf_pyao.tools.report.plots import data as plots
+from hf_pyao.tools.report.views.view import Table, View, cell
+
+PLANNED = "planned"
+"""Name of points that the solver proposed; the others have names of their own."""
 
 MOST_LAYERS = 100_000
 """Most layers that a plan is taken to be for: a file may say anything."""
@@ -38,7 +42,54 @@ def plan_view(plan: Plan) -> View:
     return View(
         title=plan.title,
         summary=_summary(plan),
+        plots=_plots(plan),
         tables=[table for table in tables if table.rows],
+    )
+
+
+_FAMILIES = dict(zip(ACTIONS, (plots.RECOMPUTE, plots.OURS, plots.OFFLOAD), strict=True))
+
+
+def _plots(plan: Plan) -> list[list[plots.Plot]]:
+    """Return time over peak of what was looked at; else the bytes of each action as bars."""
+    if len(plan.front) > 1:
+        return [[_front(plan)]]
+    sizes = bytes_by_action(plan)
+    if not sizes:
+        return []
+    scale, unit = (GIB, "GiB") if max(sizes.values()) >= GIB else (MIB, "MiB")
+    bars = [
+        plots.Bar(action, size / scale, _FAMILIES[action], number(size / scale))
+        for action, size in sizes.items()
+    ]
+    per = "micro-batch" if num_layers(plan) > 1 else "layer, or named layers"
+    return [[plots.Bars(bars=bars, x_label=f"{unit} of the named slots, per {per}")]]
+
+
+def _front(plan: Plan) -> plots.Front:
+    """Return time over peak, with the chosen plan and the limit marked."""
+    points = plan.front[: plots.MOST_POINTS]
+    lines = []
+    for name in dict.fromkeys(point.name for point in points):
+        mine = [point for point in points if point.name == name]
+        family = (
+            plots.RECOMPUTE
+            if "checkpoint" in name
+            else plots.OURS
+            if name == PLANNED
+            else plots.OFFLOAD
+        )
+        peaks = [point.peak_bytes / GIB for point in mine]
+        lines.append(plots.Line(name, family, peaks, [point.step_ms for point in mine]))
+    chosen = next((point for point in points if point.is_chosen), None)
+    limit = plan.facts.limit_bytes or 0
+    is_near = 0 < limit <= 1.5 * max(point.peak_bytes for point in points)
+    return plots.Front(
+        lines=lines,
+        x_label="predicted peak on the device, GiB",
+        y_label="predicted step, ms",
+        marked=None if chosen is None else (chosen.peak_bytes / GIB, chosen.step_ms, "chosen"),
+        x_limit=limit / GIB if is_near else None,
     )
 
 
@@ -111,9 +162,9 @@ def _lever_rows(plan: Plan) -> list[list[str]]:
         [
             f"{setting.words} (chosen)" if setting.is_chosen else setting.words,
             setting.note or ABSENT,
-            ABSENT if setting.step_ms is None else f"{setting.step_ms:,.2f}",
-            ABSENT if setting.peak_bytes is None else f"{setting.peak_bytes / 1e9:.3f}",
-            ABSENT if setting.host_bytes is None else f"{setting.host_bytes / 1e9:.3f}",
+            cell(setting.step_ms, ",.2f"),
+            cell(setting.peak_bytes, ".3f", 1e9),
+            cell(setting.host_bytes, ".3f", 1e9),
             ABSENT if setting.step_ms is None else ("yes" if setting.fits else "no"),
         ]
         for setting in (*recorded, *others)
@@ -167,7 +218,7 @@ def _slot_rows(plan: Plan) -> list[list[str]]:
             "all" if slot.layers is None else ranges(slot.layers),
             slot.codec or ABSENT,
             slot.reason or ABSENT,
-            ABSENT if slot.nbytes is None else f"{slot.nbytes / MIB:,.2f}",
+            cell(slot.nbytes, ",.2f", MIB),
         ]
         for slot in plan.slots
     ]

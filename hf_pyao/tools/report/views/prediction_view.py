@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_pyao.plan.documents.prediction import ComparedFigure, PredictedPlan, PredictionReport
+from hf_pyao.plan.documents.prediction import ComparedFigure, PredictionReport
 from hf_pyao.quantities import ABSENT
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.views.view import Table, View, cell
 
 MEMORY = ("allocated, GB", "reserved, GB", "host, GB")
 """Columns of memory."""
@@ -22,7 +22,8 @@ def prediction_view(report: PredictionReport) -> View:
                     f"{plan.compute_ms:,.2f}",
                     f"{plan.stall_forward_ms + plan.stall_backward_ms:,.2f}",
                     f"{plan.peak_bytes / 1e9:.3f}",
-                    _reserved(plan) + (" (too much)" if plan.fits is False else ""),
+                    cell(plan.reserved_bytes, ".3f", 1e9)
+                    + (" (too much)" if plan.fits is False else ""),
                     f"{plan.host_bytes / 1e9:.3f}",
                     f"{plan.offloaded_bytes / 1e9:.3f}",
                 ]
@@ -57,10 +58,6 @@ def prediction_view(report: PredictionReport) -> View:
         notes=[*dict.fromkeys(causes), *report.notes],
         provenance=report.provenance,
     )
-
-
-def _reserved(plan: PredictedPlan) -> str:
-    return ABSENT if plan.reserved_bytes is None else f"{plan.reserved_bytes / 1e9:.3f}"
 
 
 def _difference(figure: ComparedFigure) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hf_pyao.plan.documents.profile import Profile, Spread
+from collections.abc import Callable
+
+from hf_pyao.plan.documents.profile import Profile, ProfiledModule, ProfiledSlot, Spread
 from hf_pyao.quantities import ABSENT, MIB
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.views.view import Table, View, cell, table_of
 
 
 def profile_view(profile: Profile) -> View:
@@ -19,40 +21,24 @@ def profile_view(profile: Profile) -> View:
 
 def profile_tables(profile: Profile) -> list[Table]:
     """Return the tables of modules and of slots."""
-    modules = [
-        [
-            module.path or "(the layer itself)",
-            _time(module.forward),
-            _time(module.backward),
-            f"{module.saved_bytes / MIB:.2f}",
-            f"{module.packed_bytes / MIB:.2f}",
-            ABSENT if module.throughput_gib_per_s is None else f"{module.throughput_gib_per_s:.2f}",
-        ]
-        for module in profile.modules
+    modules: list[tuple[str, Callable[[ProfiledModule], str]]] = [
+        ("part of a layer", lambda each: each.path or "(the layer itself)"),
+        ("forward, ms", lambda each: _time(each.forward)),
+        ("backward, ms", lambda each: _time(each.backward)),
+        ("saved, MiB", lambda each: f"{each.saved_bytes / MIB:.2f}"),
+        ("packed, MiB", lambda each: f"{each.packed_bytes / MIB:.2f}"),
+        ("GiB/s", lambda each: cell(each.throughput_gib_per_s, ".2f")),
     ]
-    slots = [
-        [
-            slot.name,
-            f"{slot.nbytes / MIB:.2f}",
-            slot.dtype,
-            str(slot.num_layers),
-            slot.stays or "",
-        ]
-        for slot in profile.slots
+    slots: list[tuple[str, Callable[[ProfiledSlot], str]]] = [
+        ("slot", lambda slot: slot.name),
+        ("MiB", lambda slot: f"{slot.nbytes / MIB:.2f}"),
+        ("dtype", lambda slot: slot.dtype),
+        ("layers", lambda slot: str(slot.num_layers)),
+        ("stays", lambda slot: slot.stays or ""),
     ]
     return [
-        Table(
-            [
-                "part of a layer",
-                "forward, ms",
-                "backward, ms",
-                "saved, MiB",
-                "packed, MiB",
-                "GiB/s",
-            ],
-            modules,
-        ),
-        Table(["slot", "MiB", "dtype", "layers", "stays"], slots),
+        table_of(profile.modules, modules, keeps_all=True),
+        table_of(profile.slots, slots, keeps_all=True),
     ]
 
 

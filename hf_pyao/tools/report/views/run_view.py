@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_pyao.plan.documents.run import RunReport
-from hf_pyao.quantities import ABSENT, quantity
+from hf_pyao.quantities import ABSENT, GIB, MIB, number, quantity
+from hf_pyao.tools.report.plots import data as plots
 from hf_pyao.tools.report.views.view import Table, View
 
 _KEPT = "kept_bytes/"
@@ -15,6 +16,7 @@ def run_view(report: RunReport) -> View:
     return View(
         title=report.title,
         summary=report.description,
+        plots=_plots(report),
         tables=run_tables(report),
         provenance=report.provenance,
     )
@@ -33,6 +35,79 @@ RUN_FIGURES = (
     ("stall_backward_ms", "backward waited for copies"),
 )
 """Keys of the metrics that are sums over a micro-batch, and what they are."""
+
+_SIZES = (
+    ("would_hold_bytes", plots.NOTHING),
+    ("held_bytes", plots.RECOMPUTE),
+    ("offloaded_bytes", plots.OURS),
+    ("recomputed_bytes", plots.OFFLOAD),
+)
+_TIMES = (
+    ("transfer_ms", plots.OURS),
+    ("stall_forward_ms", plots.RECOMPUTE),
+    ("stall_backward_ms", plots.RECOMPUTE),
+)
+_LAYER_PARTS = (
+    ("kept_bytes", "kept", plots.RECOMPUTE),
+    ("moved_bytes", "moved", plots.OURS),
+    ("recomputed_bytes", "recomputed", plots.OFFLOAD),
+    ("streamed_weight_bytes", "streamed weights", plots.RELOAD),
+)
+"""What a layer's bar consists of, from below."""
+
+
+def _plots(report: RunReport) -> list[list[plots.Plot]]:
+    """Return where bytes were, what copies cost, and what became of each layer's bytes."""
+    num_micro_batches = report.totals.get("num_micro_batches", 0)
+    if not num_micro_batches:
+        return []
+    labels = dict(RUN_FIGURES)
+
+    def mean(key: str) -> float:
+        return float(report.totals.get(key, 0)) / max(1, num_micro_batches)
+
+    sizes = [
+        (labels[key], mean(key), family)
+        for key, family in _SIZES
+        if key != "recomputed_bytes" or mean(key)
+    ]
+    reasons = [reason for reason, _ in kept_rows(report)[:5]]
+    sizes += [(f"kept: {reason}", mean(f"{_KEPT}{reason}"), plots.QUIET) for reason in reasons]
+    scale, unit = _unit_of(max(size for _, size, _ in sizes))
+    bars = [plots.Bar(label, s / scale, family, number(s / scale)) for label, s, family in sizes]
+    times = [plots.Bar(labels[key], mean(key), family, number(mean(key))) for key, family in _TIMES]
+    ms, per = "ms per micro-batch, mean over the run", "per micro-batch, mean over the run"
+    found: list[list[plots.Plot]] = [
+        [
+            plots.Bars(title="saved for backward", bars=bars, x_label=f"{unit} {per}"),
+            plots.Bars(title="copies, and waits for them", bars=times, x_label=ms),
+        ]
+    ]
+    if report.layers:
+        found.append([_layers(report)])
+    return found
+
+
+def _layers(report: RunReport) -> plots.Columns:
+    """Return what became of each layer's bytes, in forward order."""
+    sizes = {key: [getattr(each, key) for each in report.layers] for key, *_ in _LAYER_PARTS}
+    scale, unit = _unit_of(max(map(sum, zip(*sizes.values(), strict=True))))
+    return plots.Columns(
+        title="what became of each layer's bytes",
+        parts=[
+            (label, family, [size / scale for size in sizes[key]])
+            for key, label, family in _LAYER_PARTS
+            if any(sizes[key])
+        ]
+        or [("kept", plots.RECOMPUTE, [0.0] * len(report.layers))],
+        x_label="layer, in forward order",
+        y_label=f"{unit} per micro-batch",
+    )
+
+
+def _unit_of(most: float) -> tuple[int, str]:
+    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+
 
 _OFTEN_NONE = ("duplicate_bytes", "recomputed_bytes")
 """Of these, the ones that have a row only where there is something to tell."""

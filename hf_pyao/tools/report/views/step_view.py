@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hf_pyao.plan.documents.step import LANES, StepReport, StepSpan
 from hf_pyao.quantities import ABSENT, number
+from hf_pyao.tools.report.plots import data as plots
 from hf_pyao.tools.report.views.view import Table, View
 
 MOST_STALLS = 8
@@ -35,9 +36,60 @@ def step_view(report: StepReport) -> View:
     return View(
         title=report.title,
         summary=_summary(report),
+        plots=_plots(report),
         tables=[table for table in tables if table.rows],
         notes=_notes(report),
         provenance=report.provenance,
+    )
+
+
+_ROWS = (
+    (
+        "compute",
+        (("forward", plots.FORWARD), ("backward", plots.BACKWARD), ("outside", plots.QUIET)),
+    ),
+    ("waiting", (("stall", plots.WAITING),)),
+    ("offload", (("offload", plots.OURS),)),
+    ("reload", (("reload", plots.RELOAD),)),
+    ("overhead", (("overhead", plots.RECOMPUTE),)),
+)
+"""Rows of the time line, from the top, and the lanes in each."""
+
+_FAR_LIMIT = 2.5
+"""A limit so many times above the peak is said, and not drawn: the curve would lie flat."""
+
+
+def _plots(report: StepReport) -> list[list[plots.Plot]]:
+    """Return memory over time, above what runs."""
+    by_lane: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
+    for span in sorted(report.spans, key=lambda each: each.start_ms):
+        by_lane[span.lane].append((span.label, float(span.start_ms), float(span.end_ms)))
+    rows = [
+        (name, [plots.Lane(family, by_lane[lane]) for lane, family in lanes if lane in by_lane])
+        for name, lanes in _ROWS
+    ]
+    rows = [row for row in rows if row[1]]
+    found: list[list[plots.Plot]] = [[_memory(report)]] if report.memory else []
+    return [*found, [plots.Lanes(rows=rows, end_ms=float(report.end_ms))]] if rows else found
+
+
+def _memory(report: StepReport) -> plots.Timeline:
+    peak, limit = report.peak, report.limit_bytes
+    most = max(float(point.nbytes) for point in report.memory)
+    units = ((1e9, "GB"), (1e6, "MB"))
+    scale, unit = next((each for each in units if most >= each[0]), (1.0, "bytes"))
+
+    def said(what: str, nbytes: int) -> tuple[float, str]:
+        return nbytes / scale, f"{what} {nbytes / scale:,.4g} {unit}"
+
+    return plots.Timeline(
+        title="" if peak is None else f"peak in {peak.place}, set by {peak.tensor}",
+        times_ms=[float(point.time_ms) for point in report.memory],
+        sizes=[point.nbytes / scale for point in report.memory],
+        y_label=f"memory on the device, {unit}",
+        end_ms=float(report.end_ms),
+        limit=None if limit is None or limit > _FAR_LIMIT * most else said("limit", limit),
+        peak=None if peak is None else (float(peak.time_ms), *said("peak", peak.nbytes)),
     )
 
 

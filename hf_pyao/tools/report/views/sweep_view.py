@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from hf_pyao.plan.documents.bench import OK
 from hf_pyao.plan.documents.sweep import BYTES, KNEE, Spread, SweepReport, SweepRow
 from hf_pyao.quantities import ABSENT, GIB, MIB, number
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.plots import data as plots
+from hf_pyao.tools.report.views.view import Table, View, cell, table_of
 
 ON_A_CPU = "There was no device: host memory stood in for it, and times say nothing about a GPU."
 
@@ -18,6 +20,7 @@ def sweep_view(report: SweepReport) -> View:
     return View(
         title=report.title,
         summary=f"{summary} Memory is the {report.memory_is}.",
+        plots=_plots(report),
         tables=[sweep_table(report)] if report.rows else [],
         conclusion=knee_text(report),
         notes=list(_notes(report)),
@@ -25,6 +28,60 @@ def sweep_view(report: SweepReport) -> View:
         provenance=report.provenance,
         measured_on=list(_measured_on(report)),
     )
+
+
+MOST_LABELS = 12
+"""About as many points of the trade-off are labelled."""
+
+
+def _plots(report: SweepReport) -> list[list[plots.Plot]]:
+    """Return memory over budgets (NeuroCache's Figure 4) beside throughput over memory (Figure 6).
+
+    Nothing if fewer than two budgets have figures. Bars are standard deviations over seeds.
+    """
+    found = [
+        (row.budget, row.memory_bytes, row.tokens_per_s)
+        for row in report.rows
+        if row.memory_bytes and row.tokens_per_s
+    ][: plots.MOST_POINTS]
+    if len(found) < 2:
+        return []
+    is_large = max(memory.mean for _, memory, _ in found) >= 10 * GIB
+    unit, name = (GIB, "GiB") if is_large else (MIB, "MiB")
+    scale, what = (MIB, "MiB") if report.budgets_are == BYTES else (1, "tensors")
+    every = max(1, -(-len(found) // MOST_LABELS))
+    shown = {report.knee, found[-1][0], *(budget for budget, *_ in found[::every])}
+    over_budget = [(b / scale, m.mean / unit, 0.0, _off(m, unit), b) for b, m, _ in found]
+    trade_off = [(m.mean / unit, t.mean, _off(m, unit), _off(t), b) for b, m, t in found]
+
+    def front(points: Sequence[tuple[float, float, float, float, int]], **more: Any) -> plots.Front:
+        x, y, x_off, y_off, _ = map(list, zip(*sorted(points), strict=True))
+        knee = next(((x, y, "knee") for x, y, *_, b in points if b == report.knee), None)
+        line = plots.Line("", plots.OURS, x, y, (x_off, x_off), (y_off, y_off))
+        return plots.Front(lines=[line], marked=knee, **more)
+
+    return [
+        [
+            front(
+                over_budget,
+                title="memory over the budget",
+                x_label=f"budget of a forward, {what}",
+                y_label=f"memory, {name}",
+            ),
+            front(
+                trade_off,
+                title="throughput over memory",
+                x_label=f"memory, {name}: less to the left",
+                y_label="tokens/s",
+                names=[(x, y, budget_text(report, b)) for x, y, *_, b in trade_off if b in shown],
+            ),
+        ]
+    ]
+
+
+def _off(spread: Spread, unit: float = 1.0) -> float:
+    """Return the standard deviation, which is not negative whatever a report says."""
+    return max(0.0, spread.standard_deviation) / unit
 
 
 def knee_text(report: SweepReport) -> str:
@@ -62,22 +119,20 @@ def sweep_table(report: SweepReport) -> Table:
     rows = report.rows
     first = "k, tensors" if report.budgets_are != BYTES else "budget"
     host = "host memory, resident" if report.is_measured else "host memory"
-    columns = [
-        (first, [_budget(report, row) for row in rows]),
-        ("result", [_result(row, is_measured=report.is_measured) for row in rows]),
-        ("leaves, MiB", [_mib(row.offloaded_bytes) for row in rows]),
-        ("memory, MiB", [_spread(row.memory_bytes, MIB) for row in rows]),
-        ("saved", [_saved(row, rows[0]) for row in rows]),
-        (f"{host}, MiB", [_spread(row.host_bytes, MIB) for row in rows]),
-        ("step, ms", [_spread(row.step_ms) for row in rows]),
-        ("tokens/s", [_spread(row.tokens_per_s) for row in rows]),
-        ("least to most", [_range(row.tokens_per_s) for row in rows]),
-        ("pack time, ms", [_spread(row.pack_ms) for row in rows]),
-        ("stalls, ms", [_spread(row.stall_ms) for row in rows]),
+    columns: list[tuple[str, Callable[[SweepRow], str]]] = [
+        (first, lambda row: _budget(report, row)),
+        ("result", lambda row: _result(row, is_measured=report.is_measured)),
+        ("leaves, MiB", lambda row: cell(row.offloaded_bytes, ",.1f", MIB)),
+        ("memory, MiB", lambda row: _spread(row.memory_bytes, MIB)),
+        ("saved", lambda row: _saved(row, rows[0])),
+        (f"{host}, MiB", lambda row: _spread(row.host_bytes, MIB)),
+        ("step, ms", lambda row: _spread(row.step_ms)),
+        ("tokens/s", lambda row: _spread(row.tokens_per_s)),
+        ("least to most", lambda row: _range(row.tokens_per_s)),
+        ("pack time, ms", lambda row: _spread(row.pack_ms)),
+        ("stalls, ms", lambda row: _spread(row.stall_ms)),
     ]
-    filled = [c for c in columns if any(cell != ABSENT for cell in c[1])]
-    lines = zip(*(cells for _, cells in filled), strict=True)
-    return Table([name for name, _ in filled], [list(line) for line in lines])
+    return table_of(rows, columns)
 
 
 def _budget(report: SweepReport, row: SweepRow) -> str:
@@ -90,10 +145,6 @@ def _result(row: SweepRow, *, is_measured: bool) -> str:
         return row.status
     text = "measured" if is_measured else "predicted"
     return f"{text} in part" if row.reason else text
-
-
-def _mib(value: float | None) -> str:
-    return ABSENT if value is None else f"{value / MIB:,.1f}"
 
 
 def _saved(row: SweepRow, base: SweepRow) -> str:

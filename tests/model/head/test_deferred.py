@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_pyao.model.losses import DeferredLogits, chunked_linear_cross_entropy
+from hf_pyao.model.head.deferred import DeferredLogits
+from hf_pyao.model.losses import chunked_linear_cross_entropy
 
 VOCAB, HIDDEN = 11, 6
 

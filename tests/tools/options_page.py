@@ -1,21 +1,22 @@
-"""The options of all commands as one table, in Markdown."""
+"""Writes ``OPTIONS.md``, the options of all commands as one table."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import hf_pyao
+from hf_pyao import cli
+
+PAGE = Path(hf_pyao.__file__).parent / "tools" / "OPTIONS.md"
 
 HEAD = """\
 # Options of all commands
 
 For those who look for an option, and for the commands that have it. `pyao COMMAND --help` lists
-those of one command. `tools/options.py` generates this page from the commands' parsers:
-
-```bash
-python -c "from hf_pyao import cli; from hf_pyao.tools.options import options_page
-print(options_page(cli.make_parser()), end='')" > hf_pyao/tools/OPTIONS.md
-```
+those of one command. `python -m tests.tools.options_page` writes this page from the commands' parsers.
 
 | option | commands | what it says |
 |---|---|---|
@@ -73,3 +74,7 @@ def _value_of(action: argparse.Action) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(options_page(cli.make_parser()), encoding="utf-8")

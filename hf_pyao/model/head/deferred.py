@@ -18,6 +18,7 @@ slice, ``mul_``) reaches the others and the loss, as it would without hf_pyao.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.losses.beside import beside_loss
-from hf_pyao.model.losses.deferred_arguments import is_number, only_dtype, sizes_of, split_index
-from hf_pyao.model.losses.head_call import HeadCall
-from hf_pyao.model.losses.relatives import Relatives
+from hf_pyao.model.head.deferred_arguments import is_number, only_dtype, sizes_of, split_index
+from hf_pyao.model.head.put_off_call import PutOffCall
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
 from hf_pyao.model.losses.transforms import Cast, Divide, LogitTransform, Scale, Tanh
 
@@ -46,7 +45,7 @@ class DeferredLogits(TensorStandIn):
         call: the head's call.
     """
 
-    def __init__(self, hidden: Tensor, call: HeadCall) -> None:
+    def __init__(self, hidden: Tensor, call: PutOffCall) -> None:
         self._hidden = hidden
         self._call = call
         self._transforms: tuple[LogitTransform, ...] = ()
@@ -55,8 +54,7 @@ class DeferredLogits(TensorStandIn):
         self._tensor: Tensor | None = None
         self._parent: DeferredLogits | None = None
         self._step: _Step | None = None
-        self._relatives: Relatives[DeferredLogits] = Relatives()
-        self._relatives.add(self)
+        self._relatives = [weakref.ref(self)]
 
     @property
     def tensor(self) -> Tensor | None:
@@ -72,25 +70,22 @@ class DeferredLogits(TensorStandIn):
             reason: what needs them, for the report.
 
         Raises:
-            SavedTensorModifiedError: an optimizer step or another in-place change came between the
-                forward and this call, so that other logits would come out.
+            SavedTensorModifiedError: backward, or an in-place change, came between the forward and
+                this call, so that other logits might come out.
         """
         if self._tensor is None:
-            self._compute_relatives(reason)
+            for reference in self._relatives:
+                if (relative := reference()) is not None:
+                    relative._compute(reason)
         return self._compute(reason)
 
     @torch.enable_grad()  # not by `with`: [Note: Modes] in options.py
-    def _compute_relatives(self, reason: str) -> None:
-        for relative in self._relatives.living():
-            relative._compute(reason)
-
     def _compute(self, reason: str) -> Tensor:
         if self._tensor is None:
             if self._parent is None or self._step is None:
-                tensor = self._call.project(self._hidden, reason)
+                self._tensor = self._call.project(self._hidden, reason)
             else:
-                tensor = self._step(self._parent._compute(reason))
-            self._tensor = beside_loss(tensor) if self._call.loss_taken else tensor
+                self._tensor = self._step(self._parent._compute(reason))
             self._parent = self._step = None
         return self._tensor
 
@@ -158,7 +153,7 @@ class DeferredLogits(TensorStandIn):
         made._num_vocab, made._dtype = self._num_vocab, self._dtype
         made._tensor, made._parent, made._step = None, self, step
         made._relatives = self._relatives
-        made._relatives.add(made)
+        made._relatives.append(weakref.ref(made))
         return made
 
     def _waits(self) -> bool:

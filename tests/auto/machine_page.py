@@ -1,19 +1,20 @@
-"""Writes ``MACHINE.md``, the machine's table as a page: ``python -m hf_pyao.auto.machine.page``."""
+"""Writes ``MACHINE.md``, the machine's table as a page: ``python -m tests.auto.machine_page``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from hf_pyao.auto.machine import table
 from hf_pyao.auto.machine.states import Mode, Source, Target
 from hf_pyao.auto.machine.table import TABLE
 
-PAGE = Path(__file__).with_name("MACHINE.md")
+PAGE = Path(table.__file__).with_name("MACHINE.md")
 
 _HEAD = """\
 # The machine that decides which policy a model follows
 
-Written by `python -m hf_pyao.auto.machine.page` from the table in `table.py`; do not edit.
+Written by `python -m tests.auto.machine_page` from the table in `table.py`; do not edit.
 
 `auto`, PyAO's rule and the ladder after an out-of-memory error are modes of one machine. It is told
 events, and answers with actions; `driver.py` performs them and is the only caller of `engine.use`.

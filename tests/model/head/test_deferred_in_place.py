@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_pyao.errors import ConflictError
-from hf_pyao.model.losses import DeferredLogits
-from hf_pyao.model.losses.beside import LogitsBesideLoss
-from tests.model.losses.test_deferred import VOCAB, make
+from hf_pyao.model.head.deferred import DeferredLogits
+from tests.model.head.test_deferred import VOCAB, make
 
 LABELS = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2))
 
@@ -148,46 +145,6 @@ def test_hooks_before_the_loss_are_as_on_a_tensor() -> None:
     kept: list[Any] = []
     assert_same(use)
     assert torch.equal(kept[0].grad, kept[1].grad)
-
-
-ASKED: dict[str, Callable[[Any, Tensor], Any]] = {
-    "register_hook": lambda logits, loss: logits.register_hook(print),
-    "retain_grad": lambda logits, loss: logits.retain_grad(),
-    "multi-grad hook": lambda logits, loss: torch.autograd.graph.register_multi_grad_hook(
-        (logits,), print
-    ),
-    "autograd.grad": lambda logits, loss: torch.autograd.grad(loss, logits),
-    "autograd.grad of several": lambda logits, loss: torch.autograd.grad(
-        loss, inputs=[logits], allow_unused=True
-    ),
-    "backward(inputs=)": lambda logits, loss: (loss.backward(inputs=[logits]), logits.grad),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_what_asks_for_the_gradient_of_a_chunked_loss_is_refused(name: str) -> None:
-    deferred, _, call, _ = make()
-    loss = loss_of(deferred)
-    assert call.num_losses == 1
-    with pytest.raises(ConflictError, match="head_loss='off'"):
-        ASKED[name](deferred.materialize(), loss)
-
-
-def test_logits_beside_a_loss_are_a_plain_tensor_otherwise() -> None:
-    deferred, tensor, call, hidden = make()
-    loss_of(deferred)
-    logits = deferred.materialize()
-    assert isinstance(logits, LogitsBesideLoss)
-    assert torch.equal(logits, tensor)
-    assert logits.grad_fn is not None
-    assert logits.grad is None
-    for result in (logits * 2, logits[:, 1:], logits.detach(), torch.softmax(logits, -1)):
-        assert type(result) is Tensor
-    got = torch.autograd.grad(logits.square().sum(), [hidden, call.weight])
-    expected = torch.autograd.grad(tensor.square().sum(), [hidden, call.weight])
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
-    detached = logits.detach().as_subclass(LogitsBesideLoss)
-    assert type(pickle.loads(pickle.dumps(detached))) is Tensor
 
 
 # ---- random programs -----------------------------------------------------------------------------
