@@ -26,7 +26,7 @@ _BLOCK_ELEMENTS = 2**22
 class GradientBuffer:
     """Sums of a ``(num_rows, num_cols)`` gradient; see [Note: Where the wide sum lives].
 
-    Takes memory with the first sum.
+    Takes memory with the first sum, or by :meth:`take_memory`.
 
     Args:
         num_rows: rows of the gradient.
@@ -60,6 +60,10 @@ class GradientBuffer:
         """Return one for the gradient of *tensor*, of any shape."""
         rows = tensor.shape[0] if tensor.dim() == 2 else 1
         return cls(rows, tensor.numel() // max(rows, 1), tensor.dtype, tensor.device)
+
+    def take_memory(self) -> None:
+        """Take the memory now: what is allocated among a loop's own tensors fragments it."""
+        self._sums()
 
     def _sums(self) -> list[tuple[int, Tensor]]:
         """Return the pieces, in memory that is taken now if it was not."""

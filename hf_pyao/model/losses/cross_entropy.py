@@ -168,11 +168,11 @@ class Chunks(ABC):
 
     def run(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
         """Go through all chunks and return the loss; the gradients are in :attr:`buffers`."""
+        self._begin(*tensors)
         self.buffers = [
             self._buffer(at, tensor) if need else None
             for at, (tensor, need) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
-        self._begin(*tensors)
         for start, stop in self.plan.slices():
             self._chunk(start, stop)
         loss = reduce_loss(self.nll, self.smooth, self.targets, self.options)
@@ -241,7 +241,9 @@ class _LinearChunks(Chunks):
         """Return a buffer; that of weight and bias is cut to the vocabulary."""
         columns = tensor.shape[1] if tensor.dim() == 2 else 1
         valid = self.options.num_valid_vocab if at else None
-        return GradientBuffer(tensor.shape[0], columns, tensor.dtype, tensor.device, valid)
+        buffer = GradientBuffer(tensor.shape[0], columns, tensor.dtype, tensor.device, valid)
+        buffer.take_memory()
+        return buffer
 
     def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
         weight, *biases = parameters
