@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from random import Random
+from typing import Any
 
 import pytest
 import transformers
@@ -15,14 +17,18 @@ from hf_pyao.plan.predict.speed_range import (
     HALF_A_LINK,
     MEASURED,
     NEVER_SLOWER,
+    OFF_BY_30_PERCENT,
     PRESET,
     SAME_REGRET,
     steadiest,
     worst_regret,
 )
+from hf_pyao.plan.solve import planner as planner_module
 from hf_pyao.plan.solve.planner import (
+    COSTLY,
     FIRST_CHECKPOINTED,
     FIRST_OFFLOADED,
+    KEEP_ALL,
     Candidate,
     NoPlanFitsError,
     Planner,
@@ -191,6 +197,76 @@ def test_the_least_worst_case_is_what_brute_force_finds() -> None:
         assert chosen in safe
         assert regrets[chosen] <= least + SAME_REGRET + 1e-12
         assert worst_regret(chosen, times, likely, at) == pytest.approx(regrets[chosen])
+
+
+def test_links_between_are_tried_where_every_plan_loses_somewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Plans by name, with their times at the slowest, the given and the fastest likely ratio. The
+    # plain ways take 100, 100, 90; "slow" loses 6 % at the fast end, "given" 8 % at the slow one.
+    slow, fast = OFF_BY_30_PERCENT
+    where = (slow, 1.0, fast)
+    first_between = math.sqrt(slow)
+    times = {
+        "plain": (100, 100, 100),
+        "fast plain": (150, 105, 90),
+        "given": (108, 88, 88),
+        "slow": (96, 96, 95.4),
+        "middle": (97, 93, 93),  # still loses 3.3 % at the fast end
+        "best": (101, 91, 91.5),
+    }
+    asked = []
+
+    def made(ratio: float, limit_bytes: float, ways: list[str]) -> str:
+        asked.append(ratio)
+        return "middle" if ratio == first_between else "best"
+
+    planner: Any = planner_of(small_opt(3), speed_ratios=(slow, 1.0, fast))
+    monkeypatch.setattr(planner, "step_ms_at", lambda name, r: times[name][where.index(r)])
+    monkeypatch.setattr(planner, "_best_at", made)
+    monkeypatch.setattr(planner_module, "_rank", lambda name: (times[name][1],))
+    found = ["plain", "fast plain", "given", "slow"]
+    chosen = planner._steadiest([*found], ["plain", "fast plain"], [], 1.0)
+    assert chosen == "best"
+    assert asked == [first_between, math.sqrt(first_between)], "between that and the given one"
+    asked.clear()
+    assert planner._steadiest([*found, "best"], ["plain", "fast plain"], [], 1.0) == "best"
+    assert not asked, "it loses nowhere, so that nothing else is tried"
+    times["middle"] = (104, 91, 91)  # loses at the slow end instead
+    planner._steadiest([*found], ["plain", "fast plain"], [], 1.0)
+    assert asked == [first_between, math.sqrt(slow * first_between)]
+
+
+def test_what_loses_nowhere_within_30_percent_comes_before_what_is_nearest_to_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {  # at the ratios of PRESET; half a link, where all but "first" lose, is the first
+        "whole": (110, 110, 110, 110),
+        "first": (100, 100, 100, 100),
+        "near": (130, 103, 84, 84),
+        "steady": (130, 101, 90, 90),
+        "given": (200, 200, 80, 80),
+    }
+    planner: Any = planner_of(small_opt(3))
+    monkeypatch.setattr(planner, "step_ms_at", lambda name, r: times[name][PRESET.index(r)])
+    monkeypatch.setattr(planner_module, "_rank", lambda name: (times[name][2],))
+    found = list(times)[2:]
+    assert planner._steadiest(found, ["whole"], ["first"], 1.0) == "steady"
+
+
+def test_plans_for_speeds_that_were_measured_look_at_a_slower_link_where_they_are_costly() -> None:
+    planner = planner_of(small_opt(8), speed_ratios=MEASURED)
+    simple = planner.simple()
+    least = min(each.peak_bytes for each in simple.values())
+    kept = simple[KEEP_ALL]
+    planner.best(kept.peak_bytes)
+    assert not planner._elsewhere, "everything fits"
+    chosen = planner.best(least)
+    assert chosen.step_ms > COSTLY * kept.step_ms
+    assert list(planner._elsewhere) == [OFF_BY_30_PERCENT[0]]
+    alone = min(planner._found(least)[0], key=lambda each: each.step_ms)
+    assert chosen.step_ms <= alone.step_ms
+    assert chosen.timed.step_ms == planner.again(chosen).timed.step_ms, "at the given speeds"
 
 
 def test_a_plan_made_for_another_link_fits_over_the_given_one() -> None:
