@@ -263,6 +263,7 @@ def test_embeddings_and_head_leave_last_by_the_first_batch() -> None:
             assert not ends_of(offloader)
 
 
+@pytest.mark.thorough
 def test_the_host_may_have_no_room_for_embeddings_and_head() -> None:
     expected = step(lora(), BATCH)
     model = lora()

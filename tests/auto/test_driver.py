@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hf_pyao
-from hf_pyao import PyAOConfig, attach
+from hf_pyao import attach
 from hf_pyao.auto import deciding
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
@@ -222,12 +222,6 @@ def test_what_a_plan_is_compared_with_is_timed_without_the_profiler(
         assert found[:4] == ["MEASURING", "TIMING", "RECORDING", "FOLLOWING"]
     assert observed and all(each == {PlanCheck} for each in observed)
     assert profilers <= NUM_MEASURED - 1
-
-
-def test_a_report_of_a_run_that_decides_nothing_has_no_transitions() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with attach(model, PyAOConfig(policy="all", layers=("0", "1"))) as offloader:
-        assert offloader._deciding.report() == {}
 
 
 def test_cached_memory_is_released_once_before_the_first_forward_of_a_plan(

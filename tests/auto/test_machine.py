@@ -18,7 +18,6 @@ from hf_pyao.auto.machine.states import (
     Options,
     Question,
     Ready,
-    SetState,
     Source,
     State,
     Target,
@@ -432,16 +431,3 @@ def test_no_sequence_of_events_leaves_two_in_charge() -> None:
 @pytest.mark.thorough
 def test_none_of_ten_thousand_sequences_does() -> None:
     assert set.union(*(random_run(seed) for seed in range(500, 10_500))) == set(Mode)
-
-
-def test_the_check_notices_a_second_owner() -> None:
-    state, _ = run(AUTO, *CHECKED)
-    plan = do.Use(Target.PLAN, Options.PLAN, state.now.ready)
-    check(state, on.Forward(8), state, plan)
-    for broken, used in (
-        (replace(state, rung=Target.WAITING), plan),
-        (replace(state, now=SetState(Mode.GAVE_UP)), plan),
-        (state, do.Use(Target.EVERYTHING)),
-    ):
-        with pytest.raises(AssertionError):
-            check(broken, on.Forward(8), broken, used)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 from hf_pyao import cli
 from tests.tools.options_page import PAGE, commands_of, options_page
 
@@ -11,31 +9,6 @@ from tests.tools.options_page import PAGE, commands_of, options_page
 def test_the_page_is_what_the_commands_take() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == options_page(cli.make_parser()), "generate it anew, as the page says"
-
-
-def test_every_option_of_every_command_is_there() -> None:
-    parser = cli.make_parser()
-    page = options_page(parser)
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    for name, command in commands_of(parser).items():
-        own = " ".join(row[0] for row in rows if name in row[1].split(", "))
-        for action in command._actions:
-            for option in action.option_strings:
-                assert f"`{option}" in own or option in ("-h", "--help"), (name, option)
-
-
-def test_what_means_the_same_is_one_row() -> None:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    for name in ("one", "two", "three"):
-        command = commands.add_parser(name)
-        command.add_argument("--size", help="of it" if name != "three" else "of another | one")
-        command.add_argument("--hidden", help=argparse.SUPPRESS)
-    rows = [line for line in options_page(parser).splitlines() if line.startswith("| `")]
-    assert rows == [
-        "| `--size SIZE` | one, two | of it |",
-        "| `--size SIZE` | three | of another \\| one |",
-    ]
 
 
 def test_choices_are_what_the_parts_behind_them_know() -> None:

@@ -28,15 +28,6 @@ def test_a_line_now_and_then_says_what_is_left(
     ]
 
 
-def test_of_an_unknown_number_nothing_is_foretold(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Progress("looking", None, "lengths", is_shown=True) as shown:
-        clock[0] += 7
-        shown.done("64 tokens")
-    assert capsys.readouterr().err == "looking: 1 lengths after 7 s (64 tokens)\n"
-
-
 def test_what_is_quick_or_hidden_says_nothing(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

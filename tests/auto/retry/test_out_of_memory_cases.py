@@ -729,19 +729,6 @@ def test_the_message_names_the_biggest_lever(config: PyAOConfig, lever: str) -> 
     assert f"The biggest lever: {lever}" in str(caught.value)
 
 
-def test_the_loss_s_lever_is_the_chunked_head() -> None:
-    def micro_batch() -> None:
-        loss = model(**BATCH, use_cache=False).loss
-        bomb.check()
-        loss.backward()
-
-    bomb = Bomb(*range(9))
-    model = tiny_model("llama")
-    with attach(model, EVERYTHING) as offloader:
-        with pytest.raises(OutOfDeviceMemoryError, match="lever: head_loss='chunked'"):
-            offloader.run_micro_batch(micro_batch)
-
-
 def test_other_errors_pass_untouched() -> None:
     model = plant(tiny_model("llama"), Bomb(1, error=lambda: ValueError("boom")))
     with attach(model, EVERYTHING) as offloader:

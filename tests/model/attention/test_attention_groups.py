@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.recompute.kept_attention import KERNELS
 from hf_pyao.levers import Levers
-from hf_pyao.model.attention import kernels
 from hf_pyao.model.attention.grouped_attention import KEY
 from tests.helpers import (
     EVERY_LAYER,
@@ -264,29 +263,6 @@ def test_functorch_runs_torchs_own_call() -> None:
     expected = torch.func.grad(loss_of)(parameters)
     with attach(model, GROUPS):
         assert_same_tensors(torch.func.grad(loss_of)(parameters), expected, "")
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_deterministic_mode_is_said(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a kernel whose splits grow as heads fall."""
-
-    def chosen(query: Tensor, *_: Any, **__: Any) -> kernels.Kernel:
-        class OnCPU(kernels.Kernel):
-            is_deterministic = is_on
-
-            def least_pairs(self, length: int, dropout_p: float) -> int:
-                return 5 if is_on else 1
-
-        return OnCPU()
-
-    monkeypatch.setattr(kernels, "chosen_kernel", chosen)
-    model = tiny_model("llama", attention="sdpa")
-    with attach(model, GROUPS) as offloader, Kernels() as seen:
-        train(model, STEP)
-        assert offloader.attention_groups is not None
-        said = offloader.attention_groups.describe()
-    assert ("with deterministic algorithms" in said) == is_on
-    assert set(seen.shapes) == {(2, 4) if is_on else (1, 4)}
 
 
 def test_a_failure_leaves_no_mode() -> None:

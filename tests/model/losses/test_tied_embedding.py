@@ -97,13 +97,6 @@ def test_accumulation_over_micro_batches(ids: Tensor) -> None:
     torch.testing.assert_close(model.embedding.grad, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_two_forwards_one_backward(ids: Tensor) -> None:
-    model, other = Tied(torch.float64), ids.flip(1)
-    expected = torch.autograd.grad(model.own(ids) + model.own(other), model.embedding)[0]
-    got = torch.autograd.grad(model.chunked(ids) + model.chunked(other), model.embedding)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_backward_of_one_of_two_forwards(ids: Tensor) -> None:
     model, other = Tied(torch.float64), ids.flip(1)
     expected = torch.autograd.grad(model.own(ids), model.embedding)[0]
@@ -128,41 +121,12 @@ def test_embedding_alone_has_its_own_gradient(ids: Tensor) -> None:
     assert torch.equal(got, wanted)
 
 
-def test_head_alone_has_its_own_gradient(ids: Tensor) -> None:
-    model = Tied(torch.float64)
-    hidden = model.hidden(ids).detach()
-    got = torch.autograd.grad(model.loss(ids, hidden), model.embedding)[0]
-    logits = F.linear(hidden, model.embedding).view(-1, VOCAB)
-    wanted = torch.autograd.grad(F.cross_entropy(logits, ids.roll(1).view(-1)), model.embedding)[0]
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
-def test_a_third_use_of_the_weight(ids: Tensor) -> None:
-    model = Tied(torch.float64)
-
-    def third() -> Tensor:
-        return model.embedding.square().sum()
-
-    expected = torch.autograd.grad(model.own(ids) + third(), model.embedding)[0]
-    got = torch.autograd.grad(model.chunked(ids) + third(), model.embedding)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    got = torch.autograd.grad(third() + model.chunked(ids), model.embedding)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_retained_graph(ids: Tensor) -> None:
     model = Tied(torch.float64)
     loss = model.chunked(ids)
     first = torch.autograd.grad(loss, model.embedding, retain_graph=True)[0].clone()
     second = torch.autograd.grad(loss, model.embedding)[0]
     assert torch.equal(first, second)
-
-
-def test_gradient_of_the_matrix_only(ids: Tensor) -> None:
-    model = Tied(torch.float64)
-    expected = torch.autograd.grad(model.own(ids), model.matrix)[0]
-    got = torch.autograd.grad(model.chunked(ids), model.matrix)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_parameter_hooks_see_the_whole_gradient_once(ids: Tensor) -> None:
@@ -235,20 +199,6 @@ def test_somebody_keeps_the_gradients(
         copies = [grad.clone() for grad in whole]
         model.own(ids).backward()
         assert all(torch.equal(a, b) for a, b in zip(copies, whole, strict=True) if a is not b)
-
-
-def test_kept_gradients_stay_as_they_were_seen(ids: Tensor) -> None:
-    model, seen, now = Tied(torch.float64), [], []
-    loss = model.chunked(ids) + model.embedding.square().sum()
-    watch_nodes(loss, seen)
-
-    def copy_all(*_: Tensor) -> None:
-        now.extend(grad.clone() for grad in seen[len(now) :] if grad is not None)
-
-    model.embedding.register_hook(copy_all)
-    loss.backward()
-    kept = [grad for grad in seen if grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=False))
 
 
 def test_a_backward_that_fails_on_the_way_leaves_nothing_to_the_next(ids: Tensor) -> None:

@@ -25,7 +25,7 @@ from hf_pyao.model.map.module_map import (
     named_submodules,
     resolve_selections,
 )
-from hf_pyao.model.map.role_inference import infer_roles, parts_of, roles_of_norms
+from hf_pyao.model.map.role_inference import infer_roles, parts_of
 from hf_pyao.model.map.role_names import Kind
 from tests.helpers import gradients_of
 from tests.helpers.role_tables import BEFORE_5, FIRST, LAST, SINCE_5
@@ -200,27 +200,6 @@ def test_other_layouts(parts: str, roles: dict[str, str]) -> None:
     assert inferred == {role: set(paths.split()) for role, paths in roles.items()}
 
 
-@pytest.mark.parametrize(
-    ("norms", "of_attention"),
-    [
-        ("input_layernorm post_attention_layernorm", "input_layernorm"),
-        ("post_attention_layernorm post_feedforward_layernorm", "post_attention_layernorm"),
-        ("ln_1 ln_2", "ln_1"),
-        ("norm1 norm2", "norm1"),
-        ("layer_norm1 layer_norm2", "layer_norm1"),
-        ("ln_attn ln_mlp", "ln_attn"),
-        ("attn_norm ffn_norm", "attn_norm"),
-        ("sa_layer_norm output_layer_norm", "sa_layer_norm"),
-        ("layer_norm final_layer_norm", "layer_norm"),
-        ("attention_norm mlp_norm", "attention_norm"),
-    ],
-)
-def test_names_of_norms(norms: str, of_attention: str) -> None:
-    roles = roles_of_norms(norms.split())
-    assert {path for path, role in roles.items() if role == "attn_norm"} == {of_attention}
-    assert len(roles) == len(norms.split())
-
-
 # ---- what is moved -------------------------------------------------------------------------------
 
 
@@ -362,34 +341,6 @@ def test_recomputes_roles(model_type: str) -> None:
 # ---- what is not there ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["modules", "recompute_modules"])
-@pytest.mark.parametrize(
-    ("model_type", "role", "hint"),
-    [
-        *(("cohere", "mlp_norm", "did you mean 'attn_norm'?"), ("gemma2", "router", "known roles")),
-        *(("bert", "experts", "known roles"), ("t5", "moe_act", "did you mean 'mlp_act'?")),
-        pytest.param("mixtral", "mlp_act", "did you mean 'moe_act'?", marks=old_layout),
-        pytest.param("qwen3_moe", "expert_fc1", "did you mean 'experts'?", marks=old_layout),
-    ],
-)
-def test_missing_role_says_what_there_is(model_type: str, role: str, hint: str, field: str) -> None:
-    model = build(model_type)
-    config = PyAOConfig.from_dict(
-        {"modules": ["core_attn"], "policy": "modules", field: [role]},
-        {field: f"--activation_offload_{field}"},
-    )
-    with pytest.raises(ConfigError) as error:
-        attach(model, config)
-    message = str(error.value)
-    for part in (
-        f"--activation_offload_{field} names the role {role!r}",
-        *("in any of the", "this architecture has no such role", hint, "core_attn, attn_proj"),
-        *("Name sub-modules", "register_module_map"),
-    ):
-        assert part in message, message
-    assert all(known in message for known in FIRST[model_type])
-
-
 def test_a_role_of_some_layers_is_no_name_in_the_others() -> None:
     model = nn.ModuleList([_Block("router"), _Block("gate")])
     found = FoundLayers(
@@ -399,12 +350,6 @@ def test_a_role_of_some_layers_is_no_name_in_the_others() -> None:
     )
     selected = resolve_selections(["router"], found)
     assert selected == {"0": frozenset(), "1": frozenset({"gate"})}
-
-
-def test_a_misspelt_role_is_corrected() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'mlp_norm'") as error:
-        resolve_selections(["mlp_nrom"], find_layers(build("olmo2")))
-    assert "known roles: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm," in str(error.value)
 
 
 @pytest.mark.parametrize(

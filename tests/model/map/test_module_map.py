@@ -555,17 +555,6 @@ class TestSelection:
         assert resolve_selection(["mlp_act"], layer, roles) == {"mlp", "mlp.act_fn"}
         assert resolve_selection(["mlp.act_fn"], layer, roles) == {"mlp.act_fn"}
 
-    def test_role_where_names_tell_none_shows_the_other_ways(self) -> None:
-        register_module_map("PlainModel", ModuleMap(layers=("body.blocks",)))
-        found = find_layers(PlainModel())
-        with pytest.raises(ConfigError) as error:
-            resolve_selections(["mlp_act"], found, field="recompute_modules")
-        for part in (
-            *("recompute_modules", "'mlp_act'", "no module map", "tell no roles"),
-            *("mix, act", "register_module_map"),
-        ):
-            assert part in str(error.value)
-
     def test_role_whose_modules_are_absent(self) -> None:
         layer, _ = mapped_layer("llama")
         with pytest.raises(ConfigError, match=r"stands for \['gone'\], none of which is in the"):

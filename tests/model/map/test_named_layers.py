@@ -99,18 +99,6 @@ def test_what_cannot_be_layers(
         find_layers(Net(), patterns)
 
 
-@pytest.mark.thorough
-def test_names_are_those_inside_all_wrappers() -> None:
-    model = tiny_model("llama")
-    names = ("model.layers.*",)
-    expected = find_layers(model, names)
-    model.model.layers[1] = torch.compile(model.model.layers[1])  # type: ignore[union-attr, index]
-    wrapped = find_layers(torch.compile(model), names)
-    assert [fqn for fqn, _ in wrapped.layers] == [fqn for fqn, _ in expected.layers]
-    assert hasattr(wrapped.layers[1][1], "_orig_mod"), "the wrapper is what runs"
-    assert wrapped.stack is expected.stack
-
-
 def test_roles_hold_where_the_named_layers_are_those_of_the_map() -> None:
     model = tiny_model("llama")
     some = find_layers(model, ("model.layers.0", "model.layers.2"))

@@ -64,17 +64,6 @@ class Convolution(nn.Module):
         return self.conv(hidden.transpose(-1, -2)).transpose(-1, -2)
 
 
-class RowConvolution(nn.Module):
-    """A convolution whose tokens are the channels' neighbours, without a transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1, 3, 1))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.conv2d(hidden.unsqueeze(1), self.weight, padding=(1, 0)).squeeze(1)
-
-
 class BatchRouter(nn.Module):
     """Weighs experts by how the whole batch is routed."""
 
@@ -85,11 +74,6 @@ class BatchRouter(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         load = self.gate(hidden).softmax(-1).mean(dim=-2, keepdim=True)
         return hidden * load.amax(-1, keepdim=True)
-
-
-class Cumulative(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.cumsum(-2)
 
 
 class Attention(nn.Module):
@@ -125,11 +109,6 @@ class OfTheLength(nn.Module):
 class OfThePlace(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * torch.arange(hidden.shape[-2]).unsqueeze(-1)
-
-
-class OfTheValues(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if hidden.sum() > 0 else 2 * hidden
 
 
 class InPlace(nn.Module):
@@ -171,13 +150,10 @@ class Capacity(nn.Module):
 MIXES = "other tokens change"
 REFUSED = {
     Convolution: MIXES,
-    RowConvolution: MIXES,
     BatchRouter: MIXES,
-    Cumulative: MIXES,
     Attention: MIXES,
     Capacity: MIXES,
     Sign: MIXES,
-    OfTheValues: MIXES,
     Scrambled: MIXES,
     Counting: "'calls', which is a state",
     Remembering: "'mean', in place, which is a state",

@@ -150,18 +150,6 @@ class ConvolutionMLP(nn.Module):
         return self.down_proj(up)
 
 
-class BatchRoutedMLP(nn.Module):
-    """Weighs tokens by the load of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        up = self.up_proj(hidden)
-        return self.down_proj(up * up.softmax(-1).mean(dim=(0, 1)))
-
-
 def with_mlp(kind: Any) -> nn.Module:
     """Return a model, the roles of whose parts are inferred, with other MLPs."""
     model = tiny_model("gemma3_text")
@@ -184,7 +172,6 @@ class ForeignMLP(ConvolutionMLP):
     ("kind", "named"),
     [
         (ConvolutionMLP, "other tokens"),
-        (BatchRoutedMLP, "other tokens"),
         (ForeignMLP, "another module"),
     ],
 )

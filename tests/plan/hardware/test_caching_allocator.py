@@ -1,7 +1,4 @@
-"""The replay of CUDA's caching allocator: outcomes that follow from its source.
-
-Each hand-written case names the function of ``c10/cuda/CUDACachingAllocator.cpp`` that decides it.
-"""
+"""The replay of CUDA's caching allocator, event by event beside a plain one."""
 
 from __future__ import annotations
 
@@ -27,16 +24,7 @@ MIB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
-def allocator(limit_mib: float = math.inf, **changes: object) -> CachingAllocator:
-    return CachingAllocator(AllocatorSettings(**changes), limit_bytes=limit_mib * MIB)  # type: ignore[arg-type]
-
-
-def held(device: CachingAllocator) -> tuple[float, float]:
-    """Return what is allocated and reserved, in MiB."""
-    return device.allocated_bytes / MIB, device.reserved_bytes / MIB
-
-
-# ---- sizes: round_size, get_allocation_size, should_split ---------------------------------------
+# ---- sizes: get_allocation_size of CUDACachingAllocator.cpp -------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,68 +40,6 @@ def held(device: CachingAllocator) -> tuple[float, float]:
 )
 def test_segments(size: int, expected: int) -> None:
     assert segment_bytes(size) == expected
-
-
-def test_a_block_that_may_not_be_split_serves_only_requests_as_large() -> None:
-    device = allocator(max_split_bytes=64 * MIB)
-    block = device.allocate(100 * MIB)
-    device.free(block)
-    device.allocate(40 * MIB)  # below the size: not from an oversized block (get_free_block)
-    assert held(device) == (40, 140)
-    device.allocate(80 * MIB)  # 100 is not less than 80 + 20
-    assert held(device) == (120, 220)
-    assert device.allocate(81 * MIB) is block
-    assert held(device) == (220, 220)  # whole: should_split
-
-
-# ---- malloc: release_cached_blocks, release_available_cached_blocks -----------------------------
-
-
-def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
-    device = allocator(100)
-    kept = device.allocate(20 * MIB)
-    device.free(device.allocate(50 * MIB))
-    device.allocate(60 * MIB)
-    assert (held(device), device.num_retries) == ((80, 80), 1)
-    device.free(kept)
-    assert device.peak_reserved_bytes == 80 * MIB
-
-
-def test_a_segment_that_is_partly_in_use_cannot_be_given_back() -> None:
-    device = allocator(100)
-    device.free(device.allocate(60 * MIB))
-    device.allocate(2 * MIB)  # in the 60
-    with pytest.raises(DeviceFullError, match="reserved"):
-        device.allocate(59 * MIB)
-    assert held(device) == (2, 60)
-
-
-# ---- expandable segments ------------------------------------------------------------------------
-
-
-def test_expandable_segments_grow_by_pages_of_20_mib_and_of_2_in_the_small_pool() -> None:
-    device = CachingAllocator(EXPANDABLE)
-    device.allocate(30 * MIB)
-    assert device.reserved_bytes == 40 * MIB
-    device.allocate(10 * MIB)
-    assert device.reserved_bytes == 40 * MIB
-    device.allocate(25 * MIB)
-    assert device.reserved_bytes == 80 * MIB
-    device.allocate(700 * KIB)
-    device.allocate(700 * KIB)
-    device.allocate(700 * KIB)  # 648 KiB are left of the first page: a block may lie in two
-    assert device.reserved_bytes == 84 * MIB
-
-
-def test_whole_pages_in_the_middle_are_given_back_and_mapped_again_from_the_lowest_on() -> None:
-    device = CachingAllocator(EXPANDABLE, limit_bytes=200 * MIB)
-    first, middle, last = (device.allocate(mib * MIB) for mib in (30, 100, 30))
-    assert device.reserved_bytes == 160 * MIB
-    device.free(middle)
-    device.allocate(120 * MIB)  # 140 at the end would pass 200; of 30 to 130, 40 to 120 are pages
-    assert (held(device), device.num_retries) == ((180, 200), 1)
-    assert sorted(block.size for block in device.free_blocks()) == [10 * MIB, 10 * MIB]
-    assert first.address < last.address
 
 
 # ---- whatever is asked for ----------------------------------------------------------------------
@@ -163,7 +89,8 @@ def test_each_event_is_served_as_by_a_plain_allocator(seed: int) -> None:
 @pytest.mark.parametrize("chosen", [AllocatorSettings(), EXPANDABLE])
 def test_an_allocator_that_is_closed_leaves_no_garbage(chosen: AllocatorSettings) -> None:
     """Blocks hold their neighbours: thousands of them are left for the collector otherwise."""
-    gc.collect()
+    for _ in range(3):  # what other tests left may take several
+        gc.collect()
     with closing(CachingAllocator(chosen, limit_bytes=400 * MIB)) as device:
         live = device.run([MIB // 4] * 500 + [each * MIB for each in (3, 40, 90, 7)])
         device.run([~1, ~7, ~501, ~502], live)

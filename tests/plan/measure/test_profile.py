@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.timeline import StepTimeline
 from hf_pyao.errors import ConflictError
 from hf_pyao.plan.documents.profile import Profile
@@ -237,45 +236,6 @@ def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
         offloader.engine.observe(None)  # for others alone
         assert offloader.engine.observer is timeline
         assert timeline.spans()
-
-
-def test_several_observers_hear_the_same_and_may_leave() -> None:
-    class Counting(Observer):
-        def __init__(self) -> None:
-            self.heard: list[str] = []
-
-        def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
-            self.heard.append(f"pack {path}")
-
-        def on_unpack(self, slot: object) -> None:
-            self.heard.append(f"unpack {slot}")
-
-        def on_slot(self, slot: object, stays: object, decision: object) -> None:
-            self.heard.append(f"slot {slot}")
-
-        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
-            self.heard.append(f"{direction} {label}")
-
-        def on_micro_batch(self, stats: object) -> None:
-            self.heard.append("micro-batch")
-
-    model = tiny_model("gpt2")
-    first, second, late = Counting(), Counting(), Counting()
-    with attach(model, EVERY_LAYER) as offloader:
-        offloader.engine.observe(first, second)
-        step(model)
-        offloader.engine.stop_observing(first)
-        offloader.engine.observe_too(late)
-        step(model)
-        offloader.engine.stop_observing(late)
-        offloader.engine.observe(None)
-        num_heard = len(second.heard)
-        step(model)
-    assert second.heard == first.heard + late.heard
-    assert late.heard
-    assert len(second.heard) == num_heard
-    kinds = {each.split()[0] for each in first.heard}
-    assert kinds == {"pack", "unpack", "slot", "offload", "reload", "micro-batch"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -17,7 +17,7 @@ from hf_pyao import PyAOConfig
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import PlanError
-from hf_pyao.plan.options.auto_plan import describe, plan_of_choice
+from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.chosen_levers import ChosenLevers, LeverRoom
 from hf_pyao.plan.options.lever_choice import GAIN, WORTH, LeverChoice
 from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
@@ -31,7 +31,6 @@ from hf_pyao.plan.step.step_program import FORWARD, Operation, Segment, StepProg
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.report.views.plan_view import plan_view
 from tests.helpers.hardware import HARDWARE
 from tests.helpers.simulation.fake_peak import peak_of
 from tests.helpers.simulation.simulated_step import simulate_step
@@ -187,17 +186,6 @@ def test_it_is_the_fastest_that_fits_of_all_settings() -> None:
     assert num_changed > 40 and num_skipped > 1000
 
 
-def test_what_costs_nothing_is_left_and_nothing_is_recorded() -> None:
-    plans = Plans([(100.0, 900, 0), (101.9, 100, 500)], math.inf, program())
-    choice, recorded = choice_of({Levers(): plans})
-    chosen = choice.best(200)
-    assert chosen.levers == Levers() and chosen.candidate is plans.plans[1]
-    assert not recorded
-    assert chosen.reason == (
-        "as configured, which costs next to nothing: other settings were not looked at"
-    )
-
-
 def test_what_refuses_is_not_chosen_and_said() -> None:
     plans = Plans([(100.0, 900, 0)], math.inf, program())
 
@@ -247,20 +235,6 @@ def test_groups_are_taken_where_memory_needs_them(
     assert ("attention in groups" in found.reason) == (chosen == "auto")
 
 
-@pytest.mark.parametrize(
-    ("config", "is_free"),
-    [
-        (PyAOConfig(), True),
-        (PyAOConfig(attention_groups="off"), False),
-        (PyAOConfig(attention_groups=4), False),
-        (PyAOConfig(recompute_modules=("mlp",)), True),
-        (PyAOConfig(policy="all"), False),
-    ],
-)
-def test_groups_that_were_given_are_not_changed(config: PyAOConfig, is_free: bool) -> None:
-    assert PlanRequest.of_config(config).room.groups == is_free
-
-
 def test_no_setting_but_the_free_ones_is_looked_at() -> None:
     plans = Plans([(100.0, 900, 0)], math.inf, program(num_tiles=4, num_tiled_tokens=2**20))
 
@@ -287,24 +261,31 @@ def test_no_setting_but_the_free_ones_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "segments", "attention", "tiles", "why"),
+    ("config", "segments", "attention", "tiles", "groups", "why"),
     [
-        (PyAOConfig(), True, True, False, ""),
-        (PyAOConfig(checkpoint_every=0), False, False, False, "checkpoint_every is 0"),
-        (PyAOConfig(checkpoint_every=2), False, False, False, ""),
-        (PyAOConfig(long_context=True), True, True, True, ""),
-        (PyAOConfig(long_context=True, save_attention=False), True, False, True, ""),
-        (PyAOConfig(mlp_tiles="auto"), True, True, True, ""),
-        (PyAOConfig(mlp_tiles=4), True, True, False, ""),
-        (PyAOConfig(recompute_modules=("mlp",)), False, False, False, "recompute_modules is given"),
-        (PyAOConfig(policy="all", long_context=True), False, False, False, ""),
+        (PyAOConfig(), True, True, False, True, ""),
+        (PyAOConfig(checkpoint_every=0), False, False, False, True, "checkpoint_every is 0"),
+        (PyAOConfig(checkpoint_every=2), False, False, False, True, ""),
+        (PyAOConfig(long_context=True), True, True, True, False, ""),
+        (PyAOConfig(long_context=True, save_attention=False), True, False, True, False, ""),
+        (PyAOConfig(mlp_tiles="auto"), True, True, True, True, ""),
+        (PyAOConfig(mlp_tiles=4), True, True, False, True, ""),
+        (PyAOConfig(attention_groups="off"), True, True, False, False, ""),
+        (PyAOConfig(attention_groups=4), True, True, False, False, ""),
+        (
+            PyAOConfig(recompute_modules=("mlp",)),
+            *(False, False, False, True),
+            "recompute_modules is given",
+        ),
+        (PyAOConfig(policy="all", long_context=True), False, False, False, False, ""),
     ],
 )
 def test_what_was_given_is_not_free(
-    config: PyAOConfig, segments: bool, attention: bool, tiles: bool, why: str
+    config: PyAOConfig, segments: bool, attention: bool, tiles: bool, groups: bool, why: str
 ) -> None:
     room = PlanRequest.of_config(config).room
     assert (room.segments, room.attention, room.tiles) == (segments, attention, tiles)
+    assert room.groups == groups
     assert room.why_no_segments == why
 
 
@@ -424,22 +405,6 @@ def below_slot_by_slot(share: float) -> ChosenLevers:
     least = planner_with(config, checkpoint_every=1).least().peak_bytes
     assert least < plain
     return chosen_within(config, least + share * (plain - 1 - least), math.inf)
-
-
-@pytest.mark.thorough
-def test_below_the_least_of_slot_by_slot_plans_layers_run_again() -> None:
-    chosen = below_slot_by_slot(0.0)
-    assert chosen.fits and chosen.levers.checkpoint_every == 1
-    assert chosen.levers.mlp_tiles == "off" and chosen.levers.head_loss == "off"
-    assert "the fastest that fits" in chosen.reason
-    plan = plan_of_choice(chosen, limit_bytes=1e12)
-    assert plan.levers["checkpoint_every"] == 1
-    assert "each layer run again" in describe(plan)
-    assert any(
-        "each layer run again (chosen)" in row[0] or "attention saved (chosen)" in row[0]
-        for table in plan_view(plan).tables
-        for row in table.rows
-    )
 
 
 @pytest.mark.thorough

@@ -31,16 +31,12 @@ from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.helpers.simulation.transport import SimulatedTransport
 
 
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def step(model: torch.nn.Module, num_forwards: int = 1) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model.zero_grad()
     losses = [model(**tiny_batch(), use_cache=False).loss for _ in range(num_forwards)]
     torch.stack(losses).sum().backward()
-    return gradients(model)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:

@@ -66,52 +66,6 @@ def memory_of(program: StepProgram, settings: AllocatorSettings | None = DEFAULT
     return StepMemory(program, predict(program, [], window_bytes=0), None, settings)
 
 
-def peak_of(prediction: Prediction, resident_bytes: int) -> int:
-    """Return the most bytes that a prediction's events have live at once."""
-    live: dict[tuple[str, int], int] = {}
-    total = most = resident_bytes
-    for key, nbytes in prediction.memory:
-        if nbytes == FREED:
-            total -= live.pop(key)
-        else:
-            assert key not in live
-            live[key] = nbytes
-            total += nbytes
-            most = max(most, total)
-    return most
-
-
-# ---- events -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["opt:tiny", "llama:tiny", "gpt2:tiny"])
-@pytest.mark.sampled(every=1)
-def test_events_come_to_the_predicted_peak(name: str) -> None:
-    program = record_step(FakeTraining(config=config_of(parse_model(name))), 2, 64)
-    hardware = find_hardware("rtx4070")
-    random = Random(name)
-    for window_bytes in (0, 2**18, 2**24, None):
-        leaves = [random.random() < 0.7 for _ in program.slots]
-        for device, link in ((None, None), (hardware.device, hardware.link)):
-            found = predict(program, leaves, window_bytes=window_bytes, device=device, link=link)
-            assert peak_of(found, program.resident_bytes) == found.peak_bytes
-
-
-def test_events_of_plans_that_rebuild_come_to_the_predicted_peak() -> None:
-    program = record_step(FakeTraining(config=config_of(parse_model("opt:tiny"))), 2, 64)
-    hardware = find_hardware("rtx4070")
-    planner = Planner(
-        program,
-        operation_times_ms(program, hardware.device),
-        Conditions(link=hardware.link, window_bytes=2**20, min_bytes=1),
-    )
-    plans = [*planner.simple().values(), *filter(None, map(planner.proposal, (0, 8, 16)))]
-    assert any(plan.step.rebuilds for plan in plans)
-    for plan in plans:
-        for found in (plan.outcome.late, plan.timed):
-            assert peak_of(found, program.resident_bytes) == found.peak_bytes
-
-
 # ---- what is reserved ---------------------------------------------------------------------------
 
 

@@ -35,7 +35,6 @@ _PLAIN: dict[str, Any] = {
 }
 _GATED = {**_PLAIN, "num_key_value_heads": 2}
 _HEADS = {**_GATED, "head_dim": 8}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _GPT = {"n_embd": WIDTH, "n_layer": NUM_LAYERS, "n_head": 4, "vocab_size": VOCAB}
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -112,7 +111,3 @@ def test_up_to_sixteen_times_the_recorded_length(architecture: str) -> None:
                 truth.tensor,
                 truth.nbytes,
             )
-
-
-def test_there_are_twenty_at_least() -> None:
-    assert len(SHAPES) >= 20

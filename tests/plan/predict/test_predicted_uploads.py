@@ -1,7 +1,6 @@
-"""Uploads of streamed weights on the clock: counted, and judged by sums and by a recurrence.
+"""Uploads of streamed weights on the clock: counted, and judged by a simulation.
 
-The recurrence knows a block's upload and compute and nothing of segments, copies or clocks. The
-virtual link of the simulation has a clock of its own.
+The virtual link of the simulation has a clock of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pyao.plan.hardware.speeds import GIB, LinkModel
+from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import (
     BACKWARD,
     FORWARD,
@@ -34,9 +32,6 @@ from tests.helpers.simulation.replayed_step import replay_step
 
 UNIT = 512
 """Weights start at multiples of so many bytes."""
-
-LINK = LinkModel(d2h_gib_per_s=UNIT * 1000 / GIB, h2d_gib_per_s=UNIT * 1000 / GIB)
-"""A unit takes one ms."""
 
 
 def step_of(sizes: Sequence[int]) -> StepProgram:
@@ -64,71 +59,6 @@ def step_of(sizes: Sequence[int]) -> StepProgram:
             *(Resident(n, size * UNIT, is_streamable=True) for n, size in enumerate(sizes)),
         ),
     )
-
-
-def time_of(program: StepProgram, times_ms: Sequence[float], **more: bool) -> Prediction:
-    return predict(program, [], window_bytes=1, times_ms=times_ms, link=LINK, **more)
-
-
-def by_recurrence(
-    sizes: Sequence[int], streamed: Sequence[int], times_ms: Sequence[float], *, is_first: bool
-) -> tuple[float, int]:
-    """Return when the step ends, and how many blocks are uploaded in it.
-
-    An upload begins when the lane is free and the block that was in the slot has been computed.
-    """
-    num = len(sizes)
-    order = [*range(num), *reversed(range(num))]
-    work = [*times_ms[1 : num + 1], *times_ms[num + 2 :]]
-    visits = [place for place, block in enumerate(order) if block in streamed]
-    there: dict[int, float] = {}
-    computed: list[tuple[int, float]] = []
-    lane = 0.0
-    count = 0
-
-    def upload(block: int, free: float) -> None:
-        nonlocal lane, count
-        lane = max(lane, free) + sizes[block]
-        there[block] = lane
-        count += 1
-
-    for block in streamed[:2]:
-        if is_first:
-            upload(block, 0.0)
-        else:
-            there[block] = 0.0
-    now = times_ms[0]
-    for place, (block, elapsed) in enumerate(zip(order, work, strict=True)):
-        if place == num:
-            now += times_ms[num + 1]
-        if block in streamed:
-            now = max(now, there[block])
-        now += elapsed
-        if block in streamed:
-            computed.append((block, now))
-            ahead = [order[each] for each in visits if each > place]
-            wanted = list(dict.fromkeys(ahead))[:2]
-            for each in wanted:
-                if each not in there:
-                    (gone,) = {*there} - {*wanted}
-                    del there[gone]
-                    upload(each, now)
-    return now, count
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_times_are_those_of_a_recurrence(seed: int) -> None:
-    random = Random(seed)
-    num = random.randint(3, 12)
-    sizes = [random.randint(1, 40) for _ in range(num)]
-    streamed = sorted(random.sample(range(num), random.randint(2, num)))
-    times = [random.uniform(0.1, 40) for _ in range(2 * num + 2)]
-    program = with_streamed_blocks(step_of(sizes), streamed)
-    for is_first in (True, False):
-        found = time_of(program, times, is_first_step=is_first)
-        step_ms, count = by_recurrence(sizes, streamed, times, is_first=is_first)
-        assert found.step_ms == pytest.approx(step_ms)
-        assert found.num_uploads == count
 
 
 # ---- steps of models ---------------------------------------------------------------------------

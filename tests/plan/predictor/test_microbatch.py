@@ -81,24 +81,6 @@ def test_the_choice_is_that_of_brute_force(find: str) -> None:
     assert num_chosen > 100
 
 
-def test_reasons_name_what_was_not_chosen() -> None:
-    table = {
-        1: SizedPlan(plan="a", step_ms=2.0, peak_bytes=10, fits=True),
-        2: SizedPlan(plan="b", step_ms=3.0, peak_bytes=20, fits=True),
-        4: SizedPlan(plan="c", step_ms=6.6, peak_bytes=30, fits=True),
-        8: SizedPlan(plan="d", step_ms=9.0, peak_bytes=2000, fits=False),
-    }
-    choice = choose_micro_batch(
-        table.__getitem__, limit_bytes=LIMIT, global_batch=8, sequence_length=8
-    )
-    assert choice.chosen == choice.rows[1]
-    assert choice.reason == (
-        "Fastest: micro-batch 2 accumulated 4 times, 1.50 ms a sample by 'b', peak 20 bytes of "
-        "1,000 bytes; 4 takes 10.0% longer; 1 takes 33.3% longer; 8 would take 2.0 KiB at least."
-    )
-    assert choice.rows[-1].step_ms is None
-
-
 def test_what_does_not_divide_is_refused_with_what_would() -> None:
     with pytest.raises(ConfigError, match=r"micro-batch of 5 does not divide .* of 24.*: 4, 6\."):
         accumulation_of(24, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.profiled_step import ForecastError, ProfiledStep
 from hf_pyao.plan.predictor.predicted_plans import compared, prediction_of
 from hf_pyao.plan.predictor.predictor import Predictor
-from hf_pyao.plan.predictor.profile_steps import steps_of
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
@@ -111,25 +109,6 @@ def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> No
     assert inside.predicted == pytest.approx(inside.measured, rel=0.05)
     for name in ("offloaded_bytes", "host_peak_bytes"):
         assert figures[name].predicted == figures[name].measured > 0
-
-
-@pytest.mark.thorough
-def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> None:
-    _, profile = profiled("gpt2", tmp_path)
-    measured, predicted_one = steps_of(profile)
-    assert measured.is_measured
-    assert not predicted_one.is_measured
-    lanes = [{span.lane for span in step.spans} for step in (measured, predicted_one)]
-    assert {"forward", "backward", "offload", "reload"} <= lanes[0] & lanes[1]
-    assert predicted_one.totals.step_ms == pytest.approx(measured.totals.step_ms, rel=0.1)
-    page = tmp_path / "page.html"
-    assert main(["report", str(tmp_path / "profile.json"), "-o", str(page)]) == 0
-    assert "the last micro-batch, measured" in page.read_text()
-    snapshot = pickle.loads((tmp_path / "page-1.pickle").read_bytes())
-    assert "layers.1" in str(snapshot) or "h.1" in str(snapshot)
-    trace = tmp_path / "trace.json"
-    assert main(["report", str(tmp_path / "profile.json"), "-o", str(trace)]) == 0
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.thorough
@@ -277,24 +256,6 @@ def test_bad_profiles_are_refused(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--link=-5GiB/s"], "--link"),
-        (["--link", "0GiB/s"], "--link"),
-        (["--device", "rtx4071"], "rtx4070"),
-        (["--window", "many"], "window"),
-        (["--device-memory", "a lot"], "--device-memory"),
-        (["--host-memory", "1GiB"], "--host-memory has no effect with --try"),
-    ],
-)
-def test_bad_options_are_refused(
-    arguments: list[str], words: str, predicted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(predicted), "--try", *arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 @pytest.mark.thorough

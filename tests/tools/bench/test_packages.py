@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from hf_pyao.tools.bench import processes
-from hf_pyao.tools.bench.doctor import examine, render
 from hf_pyao.tools.bench.peers import MethodUnavailable, need_package
 from hf_pyao.tools.bench.processes import broken_packages
 from hf_pyao.tools.packages import Broken, import_failure, is_installed
-from tests.tools.bench.test_doctor import GOOD
 
 ROOT = Path(__file__).parents[3]
 MISMATCH = "operator torchvision::nms does not exist"
@@ -86,15 +83,6 @@ def test_one_that_takes_the_process_down_costs_no_more(
     assert "SIGABRT" in found["pyao_aborts"]
     assert found["pyao_raises"] == f"RuntimeError: {MISMATCH}"
     assert found["pyao_exits"].startswith("exit status 3")
-
-
-def test_the_doctor_tells_in_one_line_each() -> None:
-    broken = (Broken("torchvision", f"RuntimeError: {MISMATCH}"),)
-    findings = examine(dataclasses.replace(GOOD, broken=broken))
-    lines = [line for line in render(findings).splitlines() if "torchvision" in line]
-    assert lines[0].split() == ["torchvision", "broken"]
-    assert lines[1].startswith(f"- torchvision cannot be imported (RuntimeError: {MISMATCH})")
-    assert len(lines) == 2
 
 
 def test_a_method_of_a_broken_package_cannot_run(packages: Path) -> None:

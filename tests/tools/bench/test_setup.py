@@ -19,26 +19,7 @@ from hf_pyao.tools.bench.models import build_model, free_memory, make_batch
 from hf_pyao.tools.bench.setup import BenchSetup
 from hf_pyao.tools.estimate.model_specs import parse_model
 
-SIZES = {"llama": {"tiny": SimpleNamespace(settings={"hidden_size": 8})}}
 SPEC = parse_model(SMOKE_MODEL)
-
-
-def test_a_model_by_its_settings() -> None:
-    spec = parse_model(
-        "llama:hidden_size=64,rope_theta=1e4,hidden_act=gelu,tie_word_embeddings=true"
-    )
-    assert spec.model_type == "llama"
-    assert spec.settings == {
-        "hidden_size": 64,
-        "rope_theta": 1e4,
-        "hidden_act": "gelu",
-        "tie_word_embeddings": True,
-    }
-
-
-def test_a_model_by_a_known_size() -> None:
-    spec = parse_model("llama:Tiny", SIZES)
-    assert (spec.name, spec.settings) == ("llama Tiny", {"hidden_size": 8})
 
 
 def test_a_model_by_the_config_in_a_folder(tmp_path: Path) -> None:
@@ -49,20 +30,6 @@ def test_a_model_by_the_config_in_a_folder(tmp_path: Path) -> None:
         BenchSetup(model=spec, dtype="float32", sequence_length=16), torch.device("cpu")
     )
     assert model.config.hidden_size == 32
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes", "message"),
-    [
-        ("llama:tinny", SIZES, r"unknown size of llama 'tinny'; did you mean 'tiny'\?"),
-        ("opr:2.7b", None, r"'opr' is no causal language model.*did you mean 'opt:2.7b'\?"),
-        ("mamba:tiny", SIZES, "no sizes of 'mamba' are known by name here"),
-        ("llama:hidden_size=8,tiny", None, "'tiny' is no key=value pair"),
-    ],
-)
-def test_a_bad_model_is_refused(text: str, sizes: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_model(text, sizes or {})
 
 
 def test_the_cause_of_a_refused_configuration_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

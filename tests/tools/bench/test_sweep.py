@@ -180,24 +180,6 @@ def test_an_interrupted_command_says_so(
     assert "interrupted after 3 of 10 points" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-def test_a_knee_is_marked_in_table_and_plot(plan: SweepPlan) -> None:
-    report = run_sweep(dataclasses.replace(plan, num_seeds=1))
-    points = [
-        SweepPoint(budget=k, position=k, memory_bytes=(90 - k) * MIB, tokens_per_s=tokens)
-        for k, tokens in enumerate([1000.0, 999, 998, 997, 900, 800])
-    ]
-    report = with_points(report, points)
-    assert report.knee == 3
-    text = markdown_of(report)
-    assert "| 3 (knee) |" in text
-    assert "The knee is at 3 tensors, because it is" in text
-    figure = figure_of(report)
-    assert figure is not None
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["knee"]
-
-
 # ---- measuring -----------------------------------------------------------------------------------
 
 
@@ -293,13 +275,6 @@ def test_a_sweep_is_predicted(tmp_path: Path, capsys: Any) -> None:
     assert "on h100" in text
 
 
-@pytest.mark.thorough
-def test_a_card_that_is_too_small_is_said(capsys: Any) -> None:
-    argv = [*PREDICT, "--budgets", "0,1", "--device-memory", "667MiB"]  # the context takes 0.65 GiB
-    assert cli.main(argv) == 1
-    assert "the allocator may reserve" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -330,8 +305,3 @@ def test_bad_options_are_one_line(argv: list[str], message: str, capsys: Any) ->
     assert error.startswith("pyao: ")
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_an_unknown_model_is_said(capsys: Any) -> None:
-    assert cli.main(["sweep", "--model", "lama:hidden_size=8", "--predict"]) == 2
-    assert "did you mean 'llama'?" in capsys.readouterr().err

@@ -16,8 +16,6 @@ from hf_pyao.tools.bench.methods import MethodUnavailable
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
 from hf_pyao.tools.bench.worker import (
     describe_device,
-    describe_error,
-    is_out_of_memory,
     make_bench,
     run_trial,
 )
@@ -189,20 +187,3 @@ def test_a_cpu_has_no_link() -> None:
     assert LinkSpeed().is_duplex is None
     facts = describe_device(torch.device("cpu"))
     assert (facts["name"], facts["memory_gib"]) == ("CPU", None)
-
-
-@pytest.mark.parametrize(("both", "is_duplex"), [(24.0, False), (30.0, False), (48.0, True)])
-def test_a_link_is_duplex_if_both_directions_add_up(both: float, is_duplex: bool) -> None:
-    speed = LinkSpeed(d2h_gib_per_s=24.0, h2d_gib_per_s=25.0, both_gib_per_s=both)
-    assert speed.is_duplex is is_duplex
-
-
-def test_errors_are_told_in_one_line() -> None:
-    assert describe_error(KeyError()) == "KeyError"
-    assert describe_error(ValueError("a.\nb")) == "ValueError: a"
-    with pytest.raises(AssertionError) as silent:
-        raise AssertionError
-    line = silent.traceback[-1].lineno + 1
-    assert describe_error(silent.value) == f"AssertionError in test_worker.py, line {line}"
-    assert is_out_of_memory(MemoryError())
-    assert not is_out_of_memory(RuntimeError("no memory format"))

@@ -143,34 +143,6 @@ def test_a_way_s_flags_are_those_of_a_script(method: str) -> None:
         assert f"policy {config.policy}" in method or config.policy in ("off", "all")
 
 
-@pytest.mark.thorough
-def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) -> None:
-    slow = Estimator(
-        build_config("llama", find_size("llama", "tiny"), vocab_size=4096),
-        SMALL.with_link(0.01),
-        training_state="device",
-        sequence_length=64,
-        window=WINDOW,
-    )
-    compared = [slow.row(way, with_longest=False) for way in WAYS[1:3]]
-    said = verdict(compared, slow.hardware, 64)
-    assert "Checkpointing is" in said and "faster than offloading everything" in said
-    assert "because the layers save more than" in said
-
-
-@pytest.mark.thorough
-def test_nothing_fits() -> None:
-    estimator = Estimator(
-        build_config("llama", find_size("llama", "1.2b")), SMALL, sequence_length=64
-    )
-    row = estimator.row(WAYS[0], with_longest=False)
-    assert row.largest_micro_batch == 0
-    assert not row.fits
-    said = verdict([row], SMALL, 64)
-    assert "Nothing fits into 0.25 GiB" in said
-    assert "a larger card" in said
-
-
 def run(*options: str) -> tuple[str, ...]:
     return (
         "estimate",
@@ -286,14 +258,6 @@ def test_cards_are_found_by_the_names_that_people_write() -> None:
             find_hardware(unknown)
 
 
-def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["estimate", "--help"])
-    printed = capsys.readouterr().out
-    words: list[Any] = [*HARDWARE, "opt:SIZE", "1.3b", "pyao estimate --model"]
-    assert all(word in printed for word in words)
-
-
 @pytest.mark.thorough
 def test_the_step_of_a_way_is_the_one_of_its_row(rows: dict[str, EstimateRow]) -> None:
     from hf_pyao.tools.estimate.one_step import check_method, step_of
@@ -347,19 +311,6 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_estimated(
 ) -> None:
     assert main(run(*options)) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_the_command_writes_a_step_that_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "step.json"
-    options = ("--sequence-length", "32", "--micro-batch", "2", "--step-method", "policy all")
-    assert main(run(*options, "--step", str(path))) == 0
-    assert f"written: {path}" in capsys.readouterr().out
-    for name in ("page.html", "page.md", "trace.json"):
-        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
-    assert "Predicted, one step on rtx4070" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.parametrize("name", HARDWARE)

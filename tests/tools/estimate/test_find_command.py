@@ -136,14 +136,6 @@ def test_bad_options_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_micro_batch_that_does_not_divide_is_refused_for_lengths_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ("--find", "sequence", "--micro-batch", "3", "--global-batch", "64")
-    assert main([*ESTIMATE, *options]) == 2
-    assert "micro-batch of 3 does not divide" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "options", [("--global-batch", "8"), ("--host-memory", "1GiB"), ("--mlp-tiles", "4")]
 )

@@ -98,20 +98,6 @@ def test_bad_values_are_refused_by_the_name_of_the_option(
     assert message in str(caught.value)
 
 
-def test_words_for_titles() -> None:
-    assert NO_LEVERS.describe() == ""
-    assert LONG_CONTEXT.describe() == (
-        "chunked loss, MLPs in tiles, each layer run again, attention saved, attention in groups"
-    )
-    assert (
-        Levers(mlp_tiles=8, checkpoint_every=3).describe() == "MLPs in 8 tiles, 3 layers run again"
-    )
-    nested = Levers(checkpoint_every=2, checkpoint_nested=True)
-    assert nested.describe() == "2 layers run again one by one"
-    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {"checkpoint_nested"}
-    assert NO_LEVERS.given() == {}
-
-
 @pytest.mark.thorough
 def test_a_micro_batch_is_chosen_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     find = ("estimate", "--find", "micro-batch", "--model", "llama:micro")

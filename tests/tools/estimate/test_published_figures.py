@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from studies import compare_published
 from studies.compare_published import TABLES
 from studies.published_peaks import ALL, LINES, NONE, WAYS, line_of, peaks
 from studies.published_rows import MODELS, Row, Steps
@@ -43,18 +41,6 @@ def check(rows: list[Row]) -> list[Row]:
         assert row.explanation, row
         assert row.is_shown or row.explanation in NOT_SHOWN, row
     return outside
-
-
-def row(**changes: Any) -> Row:
-    fields: dict[str, Any] = {
-        "source": "somewhere",
-        "figure": "something",
-        "unit": "GB",
-        "published": 10.0,
-        "ours": 10.2,
-        "tolerance": 0.03,
-    }
-    return Row(**{**fields, **changes})
 
 
 @pytest.mark.thorough
@@ -117,25 +103,6 @@ def test_like_liger_saves_less_and_leaves_no_trace() -> None:
     wide = 2 * 64 * config.intermediate_size * 2  # one tensor of the MLP
     assert saved[0] - saved[1] > 2 * wide * config.num_hidden_layers * 0.99
     assert Steps().record("llama:micro", 2, 64) == own
-
-
-@pytest.mark.thorough
-def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
-    compare_published.main(["--smoke"])
-    output = capsys.readouterr().out
-    assert "23 of 23 within what is allowed" in output
-    assert "| GPT-2 0.8B, a layer, every pack | 39.37 MB | 39.37 MB | +0.0 % |" in output
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare_published.main(["--help"])
-    output = " ".join(capsys.readouterr().out.split())
-    for taught in (*TABLES, "no GPU is needed", "PUBLISHED.md"):
-        assert taught in output
-    with pytest.raises(SystemExit):
-        compare_published.main(["--table", "peeks"])
-    assert "invalid choice: 'peeks'" in capsys.readouterr().err
 
 
 def test_what_is_published_is_explained_and_on_the_page() -> None:

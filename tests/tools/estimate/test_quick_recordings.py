@@ -29,7 +29,7 @@ WAYS: tuple[tuple[Levers, dict[str, object]], ...] = (
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
-@pytest.mark.sampled(every=1)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.partition(":")[0])
 def test_a_step_is_recorded_the_same(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for levers, more in WAYS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import re
 import sys
 from html.parser import HTMLParser
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_pyao.plan.documents.run import LayerBytes
 from hf_pyao.plan.documents.schema import ReportError
-from hf_pyao.tools.report.kinds import figure_of
 from hf_pyao.tools.report.pages import html_page, write_page
-from tests.helpers.documents import make_bench, make_facts, make_row, make_run
+from tests.helpers.documents import make_bench, make_facts, make_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -87,72 +84,7 @@ def test_without_matplotlib_the_remedy_is_named(
     assert "<table" in path.read_text(encoding="utf-8")
 
 
-def test_each_cell_has_its_columns_name_for_narrow_screens() -> None:
-    page = html_page([make_bench()])
-    for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
-        names = re.findall(r'<th(?: class="text")?>(.*?)</th>', table)
-        for row in re.findall(r"<tr><td.*?</tr>", table):
-            assert re.findall(r'<td[^>]* data-name="(.*?)">', row) == names
-        assert ('class="many"' in table) == (len(names) > 4)
-
-
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="cannot write"):
         write_page([make_facts()], tmp_path / "file" / "out.md")
-
-
-def test_the_trade_off_shows_each_measured_method_once() -> None:
-    figure = figure_of(make_bench())
-    assert figure is not None
-    (axes,) = figure.axes
-    (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["none", "pyao-window", "checkpoint", "trl-streams"]
-    assert "allocated device memory, GiB" in axes.get_ylabel()
-
-
-def test_names_of_bars_do_not_meet() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    settings = "policy=all,checkpoint_every=1,head_loss=chunked,mlp_tiles="
-    rows = [
-        make_row(f"pyao:{settings}{number}", 100.0, 5.0, micro_batch=number + 1, num_tried=9)
-        for number in range(9)
-    ]
-    figure = figure_of(make_bench(rows))
-    assert figure is not None
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    assert len(boxes) == 9
-    for below, above in itertools.pairwise(boxes):
-        assert not below.overlaps(above)
-
-
-def test_nothing_of_a_run_s_plot_is_cut_or_covered() -> None:
-    """The legend of layers stands beside the bars, and each text within the figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    layers = [
-        LayerBytes(
-            layer=f"layers.{number}",
-            kept_bytes=2**20,
-            moved_bytes=2**21,
-            recomputed_bytes=2**19,
-            streamed_weight_bytes=2**18,
-        )
-        for number in range(24)
-    ]
-    figure = figure_of(make_run(layers=layers))
-    assert figure is not None
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    (legend,) = figure.legends
-    box = legend.get_window_extent()
-    below = figure.axes[-1].get_window_extent()
-    assert not box.overlaps(below)
-    texts = [text for axes in figure.axes for text in (axes.xaxis.label, axes._left_title)]
-    for each in (box, *(text.get_window_extent() for text in texts)):
-        assert figure.bbox.x0 <= each.x0
-        assert each.x1 <= figure.bbox.x1

@@ -15,51 +15,7 @@ from hf_pyao.plan.documents.step import StepSpan, StepTotals
 from hf_pyao.tools.report.chrome_trace import trace_of
 from hf_pyao.tools.report.kinds import figure_of
 from hf_pyao.tools.report.plots.draw import FINEST
-from hf_pyao.tools.report.tables import markdown_of
-from tests.helpers.documents import GIB, PROVENANCE, make_bench, make_step
-
-
-def test_it_is_told() -> None:
-    text = markdown_of(make_step())
-    assert "Predicted, one step on rtx4070: 14.0 ms." in text
-    assert "The peak is 6.44 GB, in backward of layers.1, set by layers.1 mlp:0 (1.07 GB)" in text
-    assert "| forward waits for copies | 1.00 ms |" in text
-    assert "| forward of layers | 2 | 4.00 | 28.6% |" in text
-    assert "| layers.0 mlp:0 | 1 | 1.00 | 7.1% |" in text
-    assert "- 2.15 GB are left at the peak." in text
-    assert "It does not fit: 1.07 GB are too much." in markdown_of(make_step(limit_bytes=5 * GIB))
-
-
-def test_a_measured_step_without_memory_is_told_too() -> None:
-    bare = make_step(
-        memory=[], peak=None, limit_bytes=None, is_measured=True, totals=StepTotals(step_ms=14.0)
-    )
-    text = markdown_of(bare)
-    assert "Measured, one step on rtx4070" in text
-    assert "peak" not in text
-    figure = figure_of(bare)
-    assert figure is not None
-    assert len(figure.axes) == 1
-    assert figure_of(dataclasses.replace(bare, spans=[])) is None
-
-
-def test_memory_and_time_line_share_the_axis_of_time() -> None:
-    figure = figure_of(make_step())
-    assert figure is not None
-    memory, lanes = figure.axes
-    assert memory.get_xlim() == lanes.get_xlim() == (0, 14)
-    assert [text.get_text() for text in memory.texts] == ["limit 8.59 GB", "peak 6.442 GB"]
-    assert "set by layers.1 mlp:0" in memory.get_title(loc="left")
-    rows = [label.get_text() for label in lanes.get_yticklabels()]
-    assert rows == ["compute", "waiting", "offload", "reload"]
-    curve = memory.lines[0]
-    assert max(curve.get_ydata()) == pytest.approx(6 * GIB / 1e9)
-
-
-def test_a_limit_that_is_far_away_does_not_flatten_the_curve() -> None:
-    figure = figure_of(make_step(limit_bytes=1000 * GIB))
-    assert figure is not None
-    assert figure.axes[0].get_ylim()[1] < 10
+from tests.helpers.documents import PROVENANCE, make_bench, make_step
 
 
 def test_as_many_spans_as_there_may_be_make_no_large_picture() -> None:

@@ -1,4 +1,4 @@
-"""Tables: every figure with its unit, losing rows and rows without figures included."""
+"""Tables: a warning beside figures of a CPU, and text within a terminal."""
 
 from __future__ import annotations
 
@@ -7,36 +7,10 @@ import sys
 
 import pytest
 
-from hf_pyao.plan.documents.bench import OUT_OF_MEMORY, BenchRow
 from hf_pyao.tools.report.tables import markdown_of
 from hf_pyao.tools.report.terminal import show_view, text_of_view
-from hf_pyao.tools.report.views.bench_view import bench_table
 from hf_pyao.tools.report.views.view import Table, View
-from tests.helpers.documents import make_bench, make_row, make_run
-
-
-def test_a_benchmark_as_a_table() -> None:
-    header, rows, _ = bench_table(make_bench())
-    assert header == [
-        "method",
-        "result",
-        "step, ms",
-        "against nothing",
-        "quartiles, ms",
-        "tokens/s",
-        "peak allocated, GiB",
-        "host memory +GiB",
-        "loss and gradients",
-    ]
-    cells = {row[0]: row[1:] for row in rows}
-    assert cells["none"] == [
-        *("measured", "100", "1.00×", "99.5–102", "20,480", "8.00", "0.25", "reference"),
-    ]
-    assert cells["pyao-window"][-1] == "equal bits"
-    assert cells["checkpoint"][1:3] == ["131", "1.31×"]
-    assert cells["trl-streams"][-1] == "gradients differ"
-    assert cells["save-on-cpu"] == ["out of memory", *["–"] * 7]
-    assert cells["deepspeed"][0] == "cannot run here"
+from tests.helpers.documents import make_bench
 
 
 def test_a_cpu_s_figures_come_with_a_warning() -> None:
@@ -45,61 +19,6 @@ def test_a_cpu_s_figures_come_with_a_warning() -> None:
     assert warning not in markdown_of(report)
     on_cpu = dataclasses.replace(report, device={"name": "CPU", "memory_gib": None})
     assert warning in markdown_of(on_cpu)
-
-
-def test_a_search_shows_micro_batches_and_compares_no_times() -> None:
-    rows = [
-        make_row("none", 100.0, 8.0, num_tried=5, micro_batch=7, gradient_digest=None),
-        BenchRow(method="x", label="x", status=OUT_OF_MEMORY, micro_batch=0, num_tried=1),
-    ]
-    header, cells, _ = bench_table(make_bench(rows))
-    assert "against nothing" not in header
-    column = header.index("largest micro-batch")
-    assert [row[column] for row in cells] == ["7", "0"]
-
-
-def test_markdown_says_why_and_where_from() -> None:
-    text = markdown_of(make_bench())
-    assert text.startswith("## opt 1.3b, micro-batch 4 x 512 tokens, bfloat16\n")
-    assert "- deepspeed: DeepSpeed is not installed." in text
-    assert "- save-on-cpu: CUDA out of memory" in text
-    assert "pyao-window: the method pyao-window" in text
-    for part in (
-        "Some GPU, driver 580.1",
-        "link 24.0 GiB/s to the host, 25.0 to the device, 40.0 both together",
-        "median of 3 steps after 2 warm-up steps",
-        "`bench_offload.py --model opt:1.3b`",
-        "commit 0123456789ab, source feedbeef",
-        "torch 2.11.0",
-        "seed 0, gradients keep",
-        "Some CPU, 16 cores",
-    ):
-        assert part in text, part
-    assert "trl None" not in text
-
-
-def test_a_run_is_told_per_micro_batch() -> None:
-    text = markdown_of(make_run())
-    assert "| autograd would have held on the device | 10.00 MiB | 10.00 MiB |" in text
-    assert "| backward waited for copies | 3.00 ms | 3.00 ms |" in text
-    assert "| copies hidden under compute | 90% | 90% |" in text
-    assert "| host memory reserved | 32.00 MiB | – |" in text
-    assert "| last layer | 2.00 MiB |" in text
-    assert "recomputed" not in text
-
-
-def test_what_could_not_be_recomputed_is_told_with_the_reason_most_first() -> None:
-    run = make_run()
-    reasons = {"compiled code": 2 * 2**20, "sources are no smaller": 6 * 2**20, "unseen": 0}
-    counted = {f"not_recomputed_bytes/{reason}": value for reason, value in reasons.items()}
-    text = markdown_of(dataclasses.replace(run, totals={**run.totals, **counted}))
-    told = text.partition("| to be recomputed, but kept or moved because |")[2].splitlines()
-    assert told[2:4] == [  # of two micro-batches
-        "| sources are no smaller | 3.00 MiB |",
-        "| compiled code | 1.00 MiB |",
-    ]
-    assert "unseen" not in text
-    assert "to be recomputed" not in markdown_of(run)
 
 
 VIEW = View(
