@@ -97,7 +97,7 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        keeps_places = streaming is not None and streaming.places.placed_on_disk is not None
+        keeps_places = streaming is not None and streaming.memory.disk.placed is not None
         request = _request(parts, fixed, link, device, streaming)
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
@@ -238,12 +238,12 @@ def _request(
     bound = parts.binds.on(
         recomputed_paths=fixed.recomputed_paths,
         window=link.offloads,
-        below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.places),
+        below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.memory),
         allocator=allocator_settings(device),
     )
     if streaming is None:
         return bound
-    keeps_places = streaming.places.placed_on_disk is not None
+    keeps_places = streaming.memory.disk.placed is not None
     return dataclasses.replace(
         bound,
         stream_weights=streaming.num_resident if keeps_places else parts.streaming.value,

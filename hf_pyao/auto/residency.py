@@ -84,7 +84,7 @@ class Residency:
     @property
     def _layers_stay(self) -> bool:
         streaming = self._streaming
-        if streaming.places.placed_on_disk is not None:  # they keep their places
+        if streaming.memory.disk.placed is not None:  # they keep their places
             return False
         return streaming.num_asked_for > streaming.least_resident
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,26 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.weights.tables import Source, put_on, take_off
-from hf_pyao.model.patching.lasting_forward import exchange, give_back
+from hf_pyao.model.patching.lasting_forward import (
+    Args,
+    Kwargs,
+    LeftBehind,
+    Method,
+    exchange,
+    give_back,
+)
 from hf_pyao.model.weights.places import StayingParameters
+
+
+class Around(LeftBehind):
+    """Runs a module's forward as *run* says, which gets the forward with its arguments."""
+
+    def __init__(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        self._run = run
+
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
+        """Return what the module's own forward returns."""
+        return self._run(functools.partial(own, *args, **kwargs))
 
 
 class WeightReaders:
