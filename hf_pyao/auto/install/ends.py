@@ -38,9 +38,7 @@ class HostEnds:
         self._memory = memory
         self._link = link
         self._device = device
-        self._left_bytes: dict[str, int] = {}
-        self._parts: frozenset[int] = frozenset()
-        """By ``id``, embeddings and linear modules of the head."""
+        self._found = Ends()
         self.masters: list[Masters] = []
         """Weights that are on the host, or are to be: one for each parameter."""
         self.source: WeightsOnDemand | None = None
@@ -65,14 +63,12 @@ class HostEnds:
             model: the whole model.
             layers: qualified name and module of its layers.
         """
-        ends = ends_of(model, layers)
-        self._parts = ends.modules
-        return ends
+        self._found = ends_of(model, layers)
+        return self._found
 
     def prepare(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
         """Find the weights that are to be on the host; arguments as of :meth:`find`."""
         ends = self.find(model, layers)
-        self._left_bytes = {reason: nbytes for reason, nbytes in ends.left_bytes.items() if nbytes}
         self.masters = [
             Masters(name, [(name, each)], home=each.device) for name, each in ends.parameters
         ]
@@ -99,7 +95,7 @@ class HostEnds:
         """
         if self.source is None:
             self.source = WeightsOnDemand(self._link, self._device, on_forward, self._counts)
-            for module in _containing(model, self._parts):
+            for module in _containing(model, self._found.modules):
                 self._readers.exchange(module, _KEY, Around(self.source.run))
         if not self.masters or self._readers:
             return
@@ -122,10 +118,6 @@ class HostEnds:
         for masters in self.masters:
             masters.move_back()
 
-    def names(self, model: nn.Module) -> list[str]:
-        """Return all names that the weights have in *model*."""
-        return [n for n, p in model.named_parameters(remove_duplicate=False) if self.has(p)]
-
     def figures(self) -> dict[str, Any]:
         """Return what was uploaded, as plain values; nothing if the weights are on the device."""
         if self.source is not None:
@@ -137,8 +129,8 @@ class HostEnds:
         if not self._readers:
             return ""
         phrase = f"embeddings and head ({self.nbytes / GIB:.3f} GiB) are on the host"
-        if self._left_bytes:
-            phrase += f"; of these stay on the device: {gib_by_reason(self._left_bytes)}"
+        if left := {reason: each for reason, each in self._found.left_bytes.items() if each}:
+            phrase += f"; of these stay on the device: {gib_by_reason(left)}"
         return phrase
 
 

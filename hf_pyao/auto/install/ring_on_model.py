@@ -101,7 +101,7 @@ class RingOnModel:
         for weight in packed.values():
             weight.move_tables(self._device)
             weight.follow()
-        self._readers.leave_on_host(model)
+        self._readers.put_on(model, self.has)
         for index, (_, ref) in enumerate(self._layers):
             layer = ref()
             for module in () if layer is None else layer.modules():

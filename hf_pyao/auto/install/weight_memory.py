@@ -159,7 +159,7 @@ class WeightMemory:
         """Say whether a layer is on the disk, or is to be when it is streamed."""
         if (held := self.held.get(layer)) is not None:
             return held.in_file is not None
-        return layer in self.disk.layers
+        return layer in self.disk.share.layers
 
     def _room_for(self, found: Sequence[Masters]) -> int:
         """Return the host memory that *found* may have, which leave the memory that they are in."""

@@ -270,18 +270,13 @@ class StreamedLayers:
         self._masters = self.memory.find_again(layers)
         found = [layers[number] for number in self._masters]
         largest_bytes = largest_block_bytes(found)
-        self.blocks, self.left_bytes, self._quantised = [], Counter(), []
-        streamed: dict[int, object] = {}
+        self._quantised = [weight for layer in found for _, weight in layer.quantised]
+        self.blocks, self.left_bytes = [], Counter()
         for layer, masters in zip(found, self._masters.values(), strict=True):
             self.blocks += blocks_of(masters, len(self.blocks), layer.groups(largest_bytes))
             self.left_bytes.update(layer.left_bytes)
-            self._quantised += [weight for _, weight in layer.quantised]
-            streamed |= {id(tensor): tensor for _, tensor in layer.tensors}
-            parameters = [weight.ref() for _, weight in layer.flattened]
-            streamed |= {id(each): each for each in parameters if each is not None}
         if self.ends_leave or self._ends_may_leave:
             self._ends.install(model, weakly(self._before_forward, None))
-        move_others(model, lambda each: id(each) in streamed or self._ends.has(each), self.device)
         self._on_layers.install(
             model,
             self.blocks,
@@ -289,9 +284,9 @@ class StreamedLayers:
             weakly(self._before_layers, None),
             self.memory.disk.read_ahead(self._masters.values(), self._counts),
         )
-        names = [n for n, p in model.named_parameters() if id(p) in streamed]
-        names += self._ends.names(model)
-        if names:
+        move_others(model, self._is_on_host, self.device)
+        parameters = model.named_parameters(remove_duplicate=False)
+        if names := [name for name, each in parameters if self._is_on_host(each)]:
             vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
         if self.ring is not None:
             engine.stream(self.ring)

@@ -26,7 +26,7 @@ from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.weights.streamable import StreamableLayer
-from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, PlacedWeights, disk_share
+from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
 
 
 class WeightsOnDisk:
@@ -69,9 +69,7 @@ class WeightsOnDisk:
         self.reader = DiskReader()
         """Reads the blocks; tests exchange it."""
         self.share: DiskShare = NOTHING_ON_DISK
-        """What is to be on the disk."""
-        self.layers: frozenset[int] = frozenset()
-        """Positions of the layers that are on the disk, or are to be."""
+        """What is on the disk, or is to be, by position in the model."""
 
     @property
     def is_given(self) -> bool:
@@ -86,22 +84,18 @@ class WeightsOnDisk:
             room_bytes: host memory for them.
         """
         numbers = sorted(sizes)
-        self.share = disk_share([sizes[number] for number in numbers], room_bytes)
-        self.layers = frozenset(numbers[position] for position in self.share.layers)
+        share = disk_share([sizes[number] for number in numbers], room_bytes)
+        self.share = share.among(numbers)
 
     def forget(self) -> None:
         """Have nothing on the disk, where nothing could be put there."""
         self.release()
-        self.share, self.layers = NOTHING_ON_DISK, frozenset()
+        self.share = NOTHING_ON_DISK
 
     @property
-    def placed(self) -> PlacedWeights | None:
+    def placed(self) -> DiskShare | None:
         """What is on the disk, or is to be; None for nothing."""
-        if not self.layers:
-            return None
-        return PlacedWeights(
-            layers=tuple(sorted(self.layers)), staging_bytes=self.share.reserved_bytes
-        )
+        return self.share if self.share.layers else None
 
     @property
     def taken_bytes(self) -> int:

@@ -12,7 +12,7 @@ from hf_pyao.auto.install.weight_memory import WeightMemory
 from hf_pyao.engine.stores.store import Store
 from hf_pyao.engine.transfer.tiers import Tiers
 from hf_pyao.plan.hardware.speeds import DiskModel
-from hf_pyao.plan.step.disk_share import PlacedWeights
+from hf_pyao.plan.step.disk_share import DiskShare
 
 
 class MeasuredHostAndDisk:
@@ -49,7 +49,7 @@ class MeasuredHostAndDisk:
         return sum(disk.capacity_bytes for disk in self._disks)
 
     @property
-    def placed_weights(self) -> PlacedWeights | None:
+    def placed_weights(self) -> DiskShare | None:
         """The streamed weights that lie on a disk; None: none do."""
         return None if self._weights is None else self._weights.disk.placed
 
