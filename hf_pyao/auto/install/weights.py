@@ -353,8 +353,7 @@ class StreamedLayers:
 
     def describe(self) -> str:
         """Say in a sentence what is streamed."""
-        ends = self._ends.describe()
-        return f"{self._describe_layers()}; {ends}" if ends else self._describe_layers()
+        return "; ".join(filter(None, (self._describe_layers(), self._ends.describe())))
 
     def _describe_layers(self) -> str:
         num_layers = len(self._layers)

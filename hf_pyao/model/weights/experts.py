@@ -7,7 +7,7 @@ such a parameter in ways that can be answered group by group, so that only a gro
 be on the device. Their code runs as it is. What it finds in place of the parameter is an
 :class:`ExpertsInGroups`, which answers:
 
-- ``parameter[number]`` ("eager", one expert after another): a view of the slot that has its group;
+- ``parameter[number]`` ("eager", one expert after another): a view of the block that has its group;
 - ``grouped_mm(rows, parameter, offs)`` ("grouped_mm", rows sorted by expert): the same product for
   one group of experts after another, each into its rows of the result; and for the gradient of the
   rows in reverse order;
@@ -134,7 +134,7 @@ class ExpertsInGroups:
         return self.shape if dim is None else self.shape[dim]
 
     def data_ptr(self) -> int:
-        """Return 0, which is a multiple of any alignment: slots are aligned."""
+        """Return 0, which is a multiple of any alignment: blocks are aligned."""
         return 0
 
     def transpose(self, first: int, second: int) -> ExpertsInGroups:
