@@ -97,12 +97,11 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        keeps_places = streaming is not None and streaming.places.placed_on_disk is not None
         request = _request(parts, fixed, link, device, streaming)
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
         residency: Residency | None = None
-        if streaming is not None and parts.streaming.value == "auto" and not keeps_places:
+        if streaming is not None and request.stream_weights == "auto":
             residency = Residency(streaming, parts.auto, request, str(named))
         self._residency = residency
         self.driver = Driver(self.engine, policies, self.switch, state, residency)
@@ -238,12 +237,12 @@ def _request(
     bound = parts.binds.on(
         recomputed_paths=fixed.recomputed_paths,
         window=link.offloads,
-        below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.places),
+        below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.memory),
         allocator=allocator_settings(device),
     )
     if streaming is None:
         return bound
-    keeps_places = streaming.places.placed_on_disk is not None
+    keeps_places = streaming.memory.disk.placed is not None
     return dataclasses.replace(
         bound,
         stream_weights=streaming.num_resident if keeps_places else parts.streaming.value,

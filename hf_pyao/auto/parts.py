@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hf_pyao.auto.install.fixed_slots import FixedSettings
 from hf_pyao.auto.install.links import LinkSettings
-from hf_pyao.auto.install.streaming import StreamingSettings
+from hf_pyao.auto.install.streaming_checks import StreamingSettings
 from hf_pyao.auto.measuring import MeasuringSettings
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.retry.failure_message import Remedies

@@ -69,11 +69,6 @@ class Residency:
         self._is_planned = False
         self._watch: ForwardWatch | None = None
 
-    @property
-    def num_resident(self) -> int:
-        """Layers whose weights are on the device now."""
-        return self._streaming.num_resident
-
     # ---- what the machine asks for -------------------------------------------------------------
 
     @property
@@ -84,7 +79,7 @@ class Residency:
     @property
     def _layers_stay(self) -> bool:
         streaming = self._streaming
-        if streaming.places.placed_on_disk is not None:  # they keep their places
+        if streaming.memory.disk.placed is not None:  # they keep their places
             return False
         return streaming.num_asked_for > streaming.least_resident
 
@@ -113,7 +108,7 @@ class Residency:
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Look at *model*'s first forward in training, unless a plan will say how many stay."""
-        if self.num_resident < self._streaming.num_layers or self._policy != "auto":
+        if self._streaming.num_resident < self._streaming.num_layers or self._policy != "auto":
             self._watch = ForwardWatch(model, owner, self._before_forward, Place.FITS)
 
     def end(self) -> None:
@@ -137,14 +132,14 @@ class Residency:
                 "%s: the step cannot be recorded, so that the weights of %d of %d layers stay, as "
                 "at first (%s).",
                 self._settings.label("stream_weights"),
-                self.num_resident,
+                self._streaming.num_resident,
                 self._streaming.num_layers,
                 describe_error(error),
             )
-            number = self.num_resident
+            number = self._streaming.num_resident
         self._unplanned = _least_of_all_ranks(number)
         self._streaming.ask_for(self._unplanned)
-        if self._unplanned != self.num_resident:
+        if self._unplanned != self._streaming.num_resident:
             logger.info(
                 "%s: %d of %d layers stay on the device, by the first batch.",
                 self._settings.label("stream_weights"),
@@ -177,7 +172,7 @@ class Residency:
         if limit is None:
             return math.inf
         parameters = self._streaming.parameters()
-        now_bytes = choice.resident_bytes(self.num_resident)
+        now_bytes = choice.resident_bytes(self._streaming.num_resident)
         beside = beside_bytes(limit, now_bytes, parameters)
         return limit.nbytes - max(beside, optimizer_bytes(parameters))
 

@@ -132,7 +132,7 @@ def test_layers_that_leave_later_go_to_the_disk(
         micro_batches(model, plain, range(2, 4))
         assert bool(on_disk_of(offloader)) is not fails
         assert (weights.num_resident == 0) is not fails
-        assert (weights.places.placed_on_disk is None) is fails
+        assert (weights.memory.disk.placed is None) is fails
         weights.ask_for(4)  # those on the disk keep their places, and so do the others
         micro_batches(model, plain, range(4, 6))
         if not fails:

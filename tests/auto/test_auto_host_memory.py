@@ -53,7 +53,7 @@ def test_streamed_weights_are_among_what_the_host_has_room_for() -> None:
     config = PyAOConfig(policy="off", stream_weights=2, host_memory_gib=0.1)
     with attach(model, config) as offloader:
         assert offloader.weights is not None
-        below = MeasuredHostAndDisk(offloader.link.tiers, offloader.weights.places)
+        below = MeasuredHostAndDisk(offloader.link.tiers, offloader.weights.memory)
         found = []
         for num_resident in (2, 0, 3):
             offloader.weights.ask_for(num_resident)

@@ -9,29 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.weight_readers import WeightReaders
-from hf_pyao.auto.install.weights_on_host import WeightsOnHost
+from hf_pyao.auto.install.streaming_checks import gib_by_reason
+from hf_pyao.auto.install.weight_memory import WeightMemory
+from hf_pyao.auto.install.weight_readers import Around, WeightReaders
 from hf_pyao.config import GIB
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
-from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import ComputeDevice
 
 _KEY = "_pyao_ends"
-
-
-class EndsForward(LeftBehind):
-    """Lets a part of the model read embeddings and head on demand while its forward runs."""
-
-    def __init__(self, source: WeightsOnDemand) -> None:
-        self._source = source
-
-    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
-        """Return what the module's own forward returns."""
-        return self._source.run(own, args, kwargs)
 
 
 class HostEnds:
@@ -40,18 +29,16 @@ class HostEnds:
     Making one changes nothing, and they are all on the device.
 
     Args:
-        on_host: puts weights into host memory.
+        memory: puts weights into host memory.
         link: transport and host memory.
         device: where compute runs.
     """
 
-    def __init__(self, on_host: WeightsOnHost, link: LinkContext, device: torch.device) -> None:
-        self._on_host = on_host
+    def __init__(self, memory: WeightMemory, link: LinkContext, device: torch.device) -> None:
+        self._memory = memory
         self._link = link
         self._device = device
-        self._left_bytes: dict[str, int] = {}
-        self._parts: frozenset[int] = frozenset()
-        """By ``id``, embeddings and linear modules of the head."""
+        self._found = Ends()
         self.masters: list[Masters] = []
         """Weights that are on the host, or are to be: one for each parameter."""
         self.source: WeightsOnDemand | None = None
@@ -76,27 +63,25 @@ class HostEnds:
             model: the whole model.
             layers: qualified name and module of its layers.
         """
-        ends = ends_of(model, layers)
-        self._parts = ends.modules
-        return ends
+        self._found = ends_of(model, layers)
+        return self._found
 
     def prepare(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
         """Find the weights that are to be on the host; arguments as of :meth:`find`."""
         ends = self.find(model, layers)
-        self._left_bytes = {reason: nbytes for reason, nbytes in ends.left_bytes.items() if nbytes}
         self.masters = [
             Masters(name, [(name, each)], home=each.device) for name, each in ends.parameters
         ]
 
     def move_to_host(self) -> bool:
         """Copy the weights to the host's memory; return False if there is no room for one."""
-        return all(each.memory is not None or self._on_host.take(each) for each in self.masters)
+        return all(each.memory is not None or self._memory.take(each) for each in self.masters)
 
     def stay(self) -> None:
         """Let the weights be on the device, as before :meth:`prepare`."""
         self.move_back()
         for masters in self.masters:
-            self._on_host.give_back(masters)
+            self._memory.give_back(masters)
         self.masters = []
 
     def install(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
@@ -110,8 +95,8 @@ class HostEnds:
         """
         if self.source is None:
             self.source = WeightsOnDemand(self._link, self._device, on_forward, self._counts)
-            for module in _containing(model, self._parts):
-                self._readers.exchange(module, _KEY, EndsForward(self.source))
+            for module in _containing(model, self._found.modules):
+                self._readers.exchange(module, _KEY, Around(self.source.run))
         if not self.masters or self._readers:
             return
         source = self.source
@@ -133,10 +118,6 @@ class HostEnds:
         for masters in self.masters:
             masters.move_back()
 
-    def names(self, model: nn.Module) -> list[str]:
-        """Return all names that the weights have in *model*."""
-        return [n for n, p in model.named_parameters(remove_duplicate=False) if self.has(p)]
-
     def figures(self) -> dict[str, Any]:
         """Return what was uploaded, as plain values; nothing if the weights are on the device."""
         if self.source is not None:
@@ -148,9 +129,8 @@ class HostEnds:
         if not self._readers:
             return ""
         phrase = f"embeddings and head ({self.nbytes / GIB:.3f} GiB) are on the host"
-        if left := self._left_bytes:
-            reasons = ", ".join(f"{nbytes / GIB:.3f} GiB {each}" for each, nbytes in left.items())
-            phrase += f"; of these stay on the device: {reasons}"
+        if left := {reason: each for reason, each in self._found.left_bytes.items() if each}:
+            phrase += f"; of these stay on the device: {gib_by_reason(left)}"
         return phrase
 
 

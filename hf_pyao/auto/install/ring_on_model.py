@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward, QuantisedForward
-from hf_pyao.auto.install.weight_readers import WeightReaders
+from hf_pyao.auto.install.weight_readers import Around, WeightReaders
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.checkpointed import weights_kept_from_checkpoints
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import thawed_weight
 from hf_pyao.engine.weights.places import Place
@@ -23,6 +23,7 @@ from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.model.weights.experts import ExpertsInGroups
 from hf_pyao.model.weights.flattened import FlattenedWeight
 from hf_pyao.model.weights.quantised import QuantisedWeight
+from hf_pyao.model.weights.streamable import StreamableLayer
 
 _LAYER = "_pyao_streamed_layer"
 _MODULE = "_pyao_streamed_module"
@@ -66,8 +67,7 @@ class RingOnModel:
         self,
         model: nn.Module,
         blocks: Sequence[Block],
-        quantised: Sequence[QuantisedWeight],
-        in_parts: Sequence[FlattenedWeight],
+        layers: Sequence[StreamableLayer],
         on_forward: Callable[[], None],
         read_ahead: ReadAhead | None = None,
     ) -> None:
@@ -76,8 +76,7 @@ class RingOnModel:
         Args:
             model: the whole model.
             blocks: in forward order; none: nothing is done.
-            quantised: those of their weights that are quantised.
-            in_parts: parameters whose parts are among their weights.
+            layers: whose weights they have.
             on_forward: called as a forward begins.
             read_ahead: reads those that are on a disk; None: none are.
         """
@@ -97,12 +96,12 @@ class RingOnModel:
             counts=self._counts,
             read_ahead=read_ahead,
         )
-        self._in_parts = {id(each.ref()): each for each in in_parts}
-        packed = {id(weight.parameter): weight for weight in quantised}
-        for weight in quantised:
+        self._in_parts = {id(each.ref()): each for layer in layers for _, each in layer.flattened}
+        packed = {id(each.parameter): each for layer in layers for _, each in layer.quantised}
+        for weight in packed.values():
             weight.move_tables(self._device)
             weight.follow()
-        self._readers.leave_on_host(model)
+        self._readers.put_on(model, self.has)
         for index, (_, ref) in enumerate(self._layers):
             layer = ref()
             for module in () if layer is None else layer.modules():
@@ -114,10 +113,12 @@ class RingOnModel:
                     has_groups |= found is not None and bool(found.groups)
                     self._add_places(ring, module, name, parameter, packed.get(id(parameter)))
                 if len(of_layer[index]) > 1 and any(map(self.has, module._parameters.values())):
-                    forward = ModuleForward(ring, index, has_groups=has_groups)
-                    self._readers.exchange(module, _MODULE, forward)
+                    name = type(module).__name__
+                    run = functools.partial(_run_module, ring, index, name, has_groups)
+                    self._readers.exchange(module, _MODULE, Around(run))
             if layer is not None:
-                self._readers.exchange(layer, _LAYER, LayerForward(ring, index))
+                run = functools.partial(_run_layer, ring, index)
+                self._readers.exchange(layer, _LAYER, Around(run))
 
     def _add_places(
         self,
@@ -184,7 +185,9 @@ class RingOnModel:
             is_there = functools.partial(operator.is_not, None)
             place = Place(module, "state", is_there, state_on_device, is_parameter=False)
             ring.add_place(weight.block, place)
-        self._readers.exchange(module, _QUANTISED, QuantisedForward(ring, weight.block))
+        # Nodes of the layer's graph keep its weight.
+        run = functools.partial(ring.holding, weight.block)
+        self._readers.exchange(module, _QUANTISED, Around(run))
 
     def uninstall(self) -> None:
         """Let layers find their parameters as before. It may be called again."""
@@ -194,3 +197,21 @@ class RingOnModel:
             self.ring.stop()
             self.ring = None
         self._in_parts = {}
+
+
+def _run_layer(ring: WeightRing, layer: int, run: Callable[[], Any]) -> Any:
+    """Have the weights of a layer on the device while its forward runs."""
+    with ring.inside(layer):
+        return run()
+
+
+def _run_module(
+    ring: WeightRing, layer: int, name: str, has_groups: bool, run: Callable[[], Any]
+) -> Any:
+    """Run a module that has streamed weights, in a layer of several blocks.
+
+    See ``engine/weights/checkpointed.py``. *has_groups*: it has experts in groups, else others.
+    """
+    with weights_kept_from_checkpoints(ring.find, name):
+        ring.begin_groups(layer, are_read=has_groups)
+        return run()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.streaming_checks import StreamingSettings
 from hf_pyao.auto.install.weights import StreamedLayers
-from hf_pyao.config import EffectiveConfig
 from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError, warn
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.streamable import slot_bytes, streamable_layers
-from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.weights.first_residents import (
     FREE_SHARE,
@@ -26,47 +22,8 @@ from hf_pyao.plan.weights.first_residents import (
     first_residents,
     optimizer_bytes,
 )
-from hf_pyao.text import Labels
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingSettings:
-    """Whether frozen weights are streamed."""
-
-    value: int | str
-    """``"off"``, ``"auto"``, or how many layers stay on the device."""
-    label: str
-    """How messages call the field."""
-    embeddings: str = "off"
-    """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
-    disk_path: str | os.PathLike[str] | None = None
-    """A folder for the weights for which the host has no room; None: they are refused."""
-    disk_label: str = "disk_path"
-    """How messages call that field."""
-
-    @classmethod
-    def of(cls, config: EffectiveConfig, labels: Labels) -> StreamingSettings:
-        """Return what *config* says; messages call its fields by *labels*."""
-        return cls(
-            value=config.stream_weights,
-            label=labels["stream_weights"],
-            embeddings=config.stream_embeddings,
-            disk_path=config.disk_path,
-            disk_label=config.label("disk_path"),
-        )
-
-    @property
-    def need_limit(self) -> bool:
-        """True where the memory of the device decides what leaves it."""
-        return self.value != "off" and "auto" in (self.value, self.embeddings)
-
-    def as_planned(self, plan: Plan | None) -> StreamingSettings:
-        """Return the same with the layers that stay under *plan*, where that was left to it."""
-        if self.value != "auto" or plan is None or plan.facts.resident_blocks is None:
-            return self
-        return dataclasses.replace(self, value=plan.facts.resident_blocks)
 
 
 def streaming_of(
@@ -113,16 +70,14 @@ def streaming_of(
         model,
         found,
         stream_weights,
-        label,
+        settings,
         link,
         device,
         ends_leave=ends_leave,
-        ends_may_leave=settings.embeddings == settings.value == "auto",
-        disk_path=settings.disk_path,
-        disk_label=settings.disk_label,
     )
     stay = streamed.num_resident - streamed.least_resident
-    if settings.value == "auto" and stay and streamed.places.placed_on_disk is not None:
+    on_disk = streamed.memory.disk.placed
+    if settings.value == "auto" and stay and on_disk is not None:
         warn(
             logger,
             "weights-keep-places",
@@ -130,7 +85,7 @@ def streaming_of(
             "on the device for as long as the model is attached, since layers keep their places "
             "then. If memory runs out, give %s=0.",
             label,
-            len(streamed.places.placed_on_disk.layers),
+            len(on_disk.layers),
             stay,
             label,
         )

@@ -1,14 +1,17 @@
-"""What is refused of a model whose frozen weights are to be streamed."""
+"""Which weights are to be streamed by the configuration, and what is refused of a model then."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import GIB, EffectiveConfig, PyAOConfig
 from hf_pyao.engine.stores.host_share import host_limit_bytes
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.errors import ConfigError, ConflictError
@@ -17,7 +20,9 @@ from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import has_streamed
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, disk_share
+from hf_pyao.text import Labels
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -25,6 +30,44 @@ from hf_pyao.training_engines import (
     is_compiled,
     is_moved_by_accelerate,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingSettings:
+    """Whether frozen weights are streamed."""
+
+    value: int | str
+    """``"off"``, ``"auto"``, or how many layers stay on the device."""
+    label: str
+    """How messages call the field."""
+    embeddings: str = "off"
+    """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
+    disk_path: str | os.PathLike[str] | None = None
+    """A folder for the weights for which the host has no room; None: they are refused."""
+    disk_label: str = "disk_path"
+    """How messages call that field."""
+
+    @classmethod
+    def of(cls, config: EffectiveConfig, labels: Labels) -> StreamingSettings:
+        """Return what *config* says; messages call its fields by *labels*."""
+        return cls(
+            value=config.stream_weights,
+            label=labels["stream_weights"],
+            embeddings=config.stream_embeddings,
+            disk_path=config.disk_path,
+            disk_label=config.label("disk_path"),
+        )
+
+    @property
+    def need_limit(self) -> bool:
+        """True where the memory of the device decides what leaves it."""
+        return self.value != "off" and "auto" in (self.value, self.embeddings)
+
+    def as_planned(self, plan: Plan | None) -> StreamingSettings:
+        """Return the same with the layers that stay under *plan*, where that was left to it."""
+        if self.value != "auto" or plan is None or plan.facts.resident_blocks is None:
+            return self
+        return dataclasses.replace(self, value=plan.facts.resident_blocks)
 
 
 def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bool = False) -> None:
@@ -46,16 +89,13 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
         return
     label = config.label("stream_weights")
     check_model(model, label)
-    found = find_layers(model, config.layers)
     with _frozen(model) if will_be_frozen else contextlib.nullcontext():
-        layers = streamable_layers(model, found.layers)
-        ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
+        layers, ends = _found(model, config)
     if not any(layer.nbytes for layer in layers):
         raise nothing_frozen(label, config.stream_weights, layers)
     if config.stream_weights == "auto":
         return
-    stay = resident_layers(len(layers), int(config.stream_weights))
-    streamed = [layer for index, layer in enumerate(layers) if index not in stay]
+    streamed = [layers[number] for number in numbers_to_stream(layers, int(config.stream_weights))]
     nbytes = sum(layer.nbytes for layer in streamed) + ends.nbytes
     if (shared := shared_weights_of(model)) is not None:
         nbytes = -(-nbytes // shared.num_processes)
@@ -66,6 +106,19 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
         room += sum(each.nbytes for each in tensors if each.device.type == "cpu")
     if nbytes > room and config.disk_path is None:
         raise no_room(label, len(streamed), nbytes, room, with_ends=bool(ends.parameters))
+
+
+def _found(model: nn.Module, config: PyAOConfig) -> tuple[list[StreamableLayer], Ends]:
+    """Return the layers of *model*, and what of embeddings and head is to be on the host."""
+    found = find_layers(model, config.layers)
+    ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
+    return streamable_layers(model, found.layers), ends
+
+
+def numbers_to_stream(layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
+    """Return which layers are streamed where *num_resident* stay."""
+    stay = resident_layers(len(layers), num_resident)
+    return [number for number, each in enumerate(layers) if number not in stay and each.tensors]
 
 
 @contextlib.contextmanager
@@ -86,13 +139,18 @@ def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLaye
     left: Counter[str] = Counter()
     for layer in layers:
         left.update(layer.left_bytes)
-    found = ", ".join(f"{nbytes / GIB:.3f} GiB {reason}" for reason, nbytes in left.most_common())
+    found = gib_by_reason(dict(left.most_common()))
     return ConfigError(
         f"{label} is {value}, and no layer has frozen weights that can be streamed. Their "
         f"parameters are: {found or 'none'}. Freeze the base model and train adapters (PEFT), or "
         f"give {label}='off'.",
         key="nothing-to-stream",
     )
+
+
+def gib_by_reason(nbytes: Mapping[str, int]) -> str:
+    """Return the bytes that stay on the device, each with its reason; nothing for none."""
+    return ", ".join(f"{each / GIB:.3f} GiB {reason}" for reason, each in nbytes.items())
 
 
 def no_room(
@@ -177,13 +235,9 @@ def weights_on_host_bytes(model: nn.Module, config: PyAOConfig, room_bytes: floa
     """
     if config.stream_weights == "off":
         return 0
-    found = find_layers(model, config.layers)
-    layers = streamable_layers(model, found.layers)
-    ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
-    stay = resident_layers(len(layers), int(config.stream_weights))
-    sizes = [
-        layer.nbytes for number, layer in enumerate(layers) if number not in stay and layer.nbytes
-    ]
+    layers, ends = _found(model, config)
+    numbers = numbers_to_stream(layers, int(config.stream_weights))
+    sizes = [layers[number].nbytes for number in numbers]
     share = NOTHING_ON_DISK
     if config.disk_path is not None:
         share = disk_share(sizes, room_bytes - ends.nbytes)

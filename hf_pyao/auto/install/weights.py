@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import weakref
 from collections import Counter
@@ -14,16 +13,18 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.ends import HostEnds
-from hf_pyao.auto.install.layer_weights import LayerWeights
 from hf_pyao.auto.install.ring_on_model import RingOnModel
 from hf_pyao.auto.install.streaming_checks import (
+    StreamingSettings,
     check_model,
+    gib_by_reason,
     nothing_frozen,
+    numbers_to_stream,
 )
+from hf_pyao.auto.install.weight_memory import WeightMemory
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
@@ -53,13 +54,10 @@ class StreamedLayers:
         model: the whole model, on the host or on the device.
         found: its layers.
         num_resident: layers that stay on the device.
-        label: how messages call that setting.
+        settings: what is streamed, and where weights lie for which the host has no room.
         link: transport and host memory.
         device: where compute runs.
         ends_leave: the weights of embeddings and head are on the host, too.
-        ends_may_leave: they may be put there later.
-        disk_path: where weights lie for which the host has no room; None: they are refused.
-        disk_label: how messages call that setting.
 
     Raises:
         ConfigError: no layer has frozen weights, or the host has no room for them.
@@ -71,16 +69,13 @@ class StreamedLayers:
         model: nn.Module,
         found: FoundLayers,
         num_resident: int,
-        label: str,
+        settings: StreamingSettings,
         link: LinkContext,
         device: torch.device,
         *,
         ends_leave: bool = False,
-        ends_may_leave: bool = False,
-        disk_path: str | os.PathLike[str] | None = None,
-        disk_label: str = "disk_path",
     ) -> None:
-        check_model(model, label)
+        check_model(model, settings.label)
         self._model = weakref.ref(model)
         self.device = device
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
@@ -89,39 +84,35 @@ class StreamedLayers:
         self._on_layers = RingOnModel(self._layers, link, device, self._counts)
         self.left_bytes: Counter[str] = Counter()
         """Bytes of the streamed layers' parameters that stay on the device, by reason."""
+        self.blocks: list[Block] = []
+        """What is uploaded: layers, or groups of experts and what else their layers have."""
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
-            raise nothing_frozen(label, num_resident, layers)
-        self._num_streamable = sum(bool(layer.tensors) for layer in layers)
+            raise nothing_frozen(settings.label, num_resident, layers)
+        self.least_resident = sum(not layer.tensors for layer in layers)
+        """Layers that always stay, since nothing of them can be streamed."""
         self._quantised: list[QuantisedWeight] = []
-        self.places = LayerWeights(
-            model,
-            layers,
-            link,
-            device,
-            disk_path=disk_path,
-            disk_label=disk_label,
-        )
-        """Where the weights of layers are."""
+        self.memory = WeightMemory(model, layers, link, device, settings)
+        """Where the weights are."""
         self._wanted: int | None = num_resident
-        streamed = self._to_stream(layers, num_resident)
+        streamed = numbers_to_stream(layers, num_resident)
         self.ends_leave = ends_leave
         """Whether embeddings and head are on the host, now or from :meth:`put_on` on."""
-        self._ends = HostEnds(self.places.on_host, link, device)
-        self._ends_may_leave = ends_may_leave and self._ends.find(model, found.layers).nbytes > 0
+        self._ends = HostEnds(self.memory, link, device)
+        may_leave = settings.embeddings == settings.value == "auto"
+        self._ends_may_leave = may_leave and self._ends.find(model, found.layers).nbytes > 0
         self._ends_are_asked_for = False
         if ends_leave:
             self._ends.prepare(model, found.layers)
-        self.places.choose_for_disk(layers, streamed, self._ends.masters)
-        self._masters = self.places.masters_of(layers, streamed)
-        self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
-        """What is uploaded: layers, or groups of experts and what else their layers have."""
-        self.places.check_room(label, self._masters, self._ends.masters)
+        self.memory.choose_for_disk(layers, streamed, self._ends.masters)
+        self._masters = self.memory.masters_of(layers, streamed)
+        """By layer, its weights that are streamed, now or from :meth:`put_on` on."""
+        self.memory.check_room(settings.label, self._masters, self._ends.masters)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights on the host."""
-        return sum(masters.nbytes for masters in self._masters) + self._ends.nbytes
+        return sum(each.nbytes for each in self._masters.values()) + self._ends.nbytes
 
     @property
     def ring(self) -> WeightRing | None:
@@ -132,11 +123,6 @@ class StreamedLayers:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self._layers)
-
-    @property
-    def least_resident(self) -> int:
-        """Layers that always stay, since nothing of them can be streamed."""
-        return self.num_layers - self._num_streamable
 
     @property
     def num_asked_for(self) -> int:
@@ -153,19 +139,6 @@ class StreamedLayers:
         """Layers that are not streamed, now or from :meth:`put_on` on."""
         return len(self._layers) - len(self._masters)
 
-    def _to_stream(self, layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
-        """Return which layers are streamed where *num_resident* stay."""
-        stay = resident_layers(len(layers), num_resident)
-        return [n for n, layer in enumerate(layers) if n not in stay and layer.tensors]
-
-    def _blocks_of(self, layers: Sequence[StreamableLayer]) -> list[Block]:
-        """Return the blocks of :attr:`_masters`, which are those of *layers*."""
-        blocks: list[Block] = []
-        largest = largest_block_bytes(layers)
-        for layer, masters in zip(layers, self._masters, strict=True):
-            blocks.extend(blocks_of(masters, len(blocks), layer.groups(largest)))
-        return blocks
-
     # ---- installing ----------------------------------------------------------------------------
 
     def put_on(self, engine: OffloadEngine) -> None:
@@ -179,8 +152,8 @@ class StreamedLayers:
         if model is None:
             return
         layers = self._streamable(model)
-        for masters in self._masters:
-            if not self.places.move_off_device(masters, layers, is_new=self.ring is None):
+        for number, masters in self._masters.items():
+            if not self.memory.move_off_device(number, masters, layers, is_new=self.ring is None):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
@@ -216,7 +189,7 @@ class StreamedLayers:
         where there is none. Once weights lie on a disk, all layers keep their places.
         """
         wanted, self._wanted = self._wanted, None
-        if self.places.placed_on_disk is not None:
+        if self.memory.disk.placed is not None:
             # Reads that other graphs need may be under way, and the file may be older than weights
             # that were changed on the device: layers keep their places.
             wanted = None
@@ -226,21 +199,20 @@ class StreamedLayers:
         if wanted is None or model is None or engine is None:
             return
         layers = self._streamable(model)
-        streamed, held = self._to_stream(layers, wanted), self.places.held
+        streamed, held = numbers_to_stream(layers, wanted), self.memory.held
         if self.device.type != "cpu":  # an object made of parts does not change its own device
             fixed = [number for number in held if layers[number].flattened]
             streamed = sorted({*streamed, *fixed})
         if streamed == sorted(held) and not ends_leave:
             return
-        quantised = self._quantised
         self._uninstall(engine)
         try:
             if ends_leave:
                 self._let_ends_leave(model)
-            self.places.move_to_disk(layers, [each for each in streamed if each not in held])
-            for masters in self.places.masters_of(layers, streamed):
-                if masters.memory is None and not self.places.move_off_device(
-                    masters, layers, is_new=self.ring is None
+            self.memory.move_to_disk(layers, [each for each in streamed if each not in held])
+            for number, masters in self.memory.masters_of(layers, streamed).items():
+                if masters.memory is None and not self.memory.move_off_device(
+                    number, masters, layers, is_new=self.ring is None
                 ):
                     warn(
                         logger,
@@ -251,7 +223,7 @@ class StreamedLayers:
                         masters.nbytes / GIB,
                     )
             for layer in [each for each in held if each not in streamed]:
-                if not self.places.move_to_device(layer, self.device):
+                if not self.memory.move_to_device(layer, self.device):
                     warn(
                         logger,
                         "weights-streamed-late",
@@ -261,12 +233,11 @@ class StreamedLayers:
                         held[layer].nbytes / GIB,
                     )
         finally:
-            self._follow(quantised)
+            self._follow()
             self._install(model, self._streamable(model), engine)
 
     def _let_ends_leave(self, model: nn.Module) -> None:
-        layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
-        self._ends.prepare(model, layers)
+        self._ends.prepare(model, self._living_layers())
         self.ends_leave = self._ends.move_to_host()
         if not self.ends_leave:
             warn(
@@ -278,46 +249,44 @@ class StreamedLayers:
             self._ends.stay()
             self._ends_may_leave = False
 
-    def _follow(self, quantised: Sequence[QuantisedWeight]) -> None:
+    def _follow(self) -> None:
         """Let quantised layers refer to their weights where they are now, tables and all."""
-        for weight in quantised:
+        for weight in self._quantised:
             weight.follow()
             module, parameter = weight.module, weight.parameter
             if module is not None and parameter is not None and parameter.device == self.device:
                 move_state(module, parameter, self.device)
 
+    def _living_layers(self) -> list[tuple[str, nn.Module]]:
+        return [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
+
     def _streamable(self, model: nn.Module) -> list[StreamableLayer]:
-        layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
-        return streamable_layers(model, layers)
+        return streamable_layers(model, self._living_layers())
 
     def _install(
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
     ) -> None:
         """Let layers find the weights that are held on the host, and move the rest."""
-        self._masters = self.places.find_again(layers)
-        numbers = [self.places.position_of(masters) for masters in self._masters]
-        self.blocks = self._blocks_of([layers[number] for number in numbers])
-        streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
-        in_parts = [weight for n in numbers for _, weight in layers[n].flattened]
-        streamed |= {id(p): p for weight in in_parts if (p := weight.ref()) is not None}
-        self._quantised = [weight for n in numbers for _, weight in layers[n].quantised]
-        self.left_bytes = Counter()
-        for number in numbers:
-            self.left_bytes.update(layers[number].left_bytes)
+        self._masters = self.memory.find_again(layers)
+        found = [layers[number] for number in self._masters]
+        largest_bytes = largest_block_bytes(found)
+        self._quantised = [weight for layer in found for _, weight in layer.quantised]
+        self.blocks, self.left_bytes = [], Counter()
+        for layer, masters in zip(found, self._masters.values(), strict=True):
+            self.blocks += blocks_of(masters, len(self.blocks), layer.groups(largest_bytes))
+            self.left_bytes.update(layer.left_bytes)
         if self.ends_leave or self._ends_may_leave:
             self._ends.install(model, weakly(self._before_forward, None))
-        move_others(model, lambda each: id(each) in streamed or self._ends.has(each), self.device)
         self._on_layers.install(
             model,
             self.blocks,
-            self._quantised,
-            in_parts,
+            found,
             weakly(self._before_layers, None),
-            self.places.read_ahead(self._masters, self._counts),
+            self.memory.disk.read_ahead(self._masters.values(), self._counts),
         )
-        names = [n for n, p in model.named_parameters() if id(p) in streamed]
-        names += self._ends.names(model)
-        if names:
+        move_others(model, self._is_on_host, self.device)
+        parameters = model.named_parameters(remove_duplicate=False)
+        if names := [name for name, each in parameters if self._is_on_host(each)]:
             vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
         if self.ring is not None:
             engine.stream(self.ring)
@@ -363,16 +332,15 @@ class StreamedLayers:
         self._wanted = None
         self._uninstall(engine)
         self._ends.uninstall()
-        for masters in self._masters:
+        for masters in self._masters.values():
             masters.move_back()
         self._ends.move_back()
-        for weight in self._quantised:
-            weight.follow()
-        self.places.release_reads()
+        self._follow()
+        self.memory.disk.release()
 
     def streamed_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights that are streamed, by the layer's qualified name."""
-        return {masters.layer: masters.nbytes for masters in self._masters}
+        return {masters.layer: masters.nbytes for masters in self._masters.values()}
 
     def figures(self) -> dict[str, Any]:
         """Return what the uploads came to, as plain values."""
@@ -385,27 +353,26 @@ class StreamedLayers:
 
     def describe(self) -> str:
         """Say in a sentence what is streamed."""
-        ends = self._ends.describe()
-        return f"{self._describe_layers()}; {ends}" if ends else self._describe_layers()
+        return "; ".join(filter(None, (self._describe_layers(), self._ends.describe())))
 
     def _describe_layers(self) -> str:
         num_layers = len(self._layers)
         if not self.blocks:
             return f"stream_weights: the weights of all {num_layers} layers are on the device"
-        nbytes = sum(each.nbytes for each in self._masters)
+        found = list(self._masters.values())
+        nbytes = sum(each.nbytes for each in found)
         sentence = (
-            f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
+            f"stream_weights: the frozen weights of {len(found)} of {num_layers} layers "
             f"({nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
-        if phrase := self.places.describe_disk(self._masters):
+        if phrase := self.memory.disk.describe(found):
             sentence += f"; {phrase}"
-        num_groups = len(self.blocks) - len(self._masters)
+        num_groups = len(self.blocks) - len(found)
         if num_groups:
             sentence += f", their experts in {num_groups} groups"
-        if (num_processes := self.places.on_host.num_processes(self._masters)) > 1:
+        if (num_processes := self.memory.num_processes(found)) > 1:
             sentence += f", in one copy for {num_processes} processes"
         left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}
         if left:
-            reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())
-            sentence += f"; of these layers stay on the device: {reasons}"
+            sentence += f"; of these layers stay on the device: {gib_by_reason(left)}"
         return sentence

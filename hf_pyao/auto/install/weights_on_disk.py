@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, 
 from hf_pyao.engine.stores.disk_figures import speed
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader
+from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.private_mapping import tells_writes
 from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.engine.transfer.transport import Transport
@@ -25,9 +26,7 @@ from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.weights.streamable import StreamableLayer
-from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, PlacedWeights, disk_share
-
-logger = logging.getLogger(__name__)
+from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
 
 
 class WeightsOnDisk:
@@ -37,11 +36,11 @@ class WeightsOnDisk:
     and changes nothing else.
 
     Args:
-        path: the folder that was configured.
+        path: the folder that was configured; None: nothing is on a disk.
         label: how messages call that setting.
         store: host memory.
         transport: copies to the device.
-        let_go: gets each weight once it was copied, for the pages of a mapped checkpoint.
+        mapped_files: lets the pages of a mapped checkpoint go once they were copied.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -49,18 +48,20 @@ class WeightsOnDisk:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         label: str,
         store: Store,
         transport: Transport,
-        let_go: Callable[[torch.Tensor], None],
+        mapped_files: MappedFiles,
     ) -> None:
-        self._folder: Path = private_folder(path, label)
-        remove_leftovers(self._folder)
+        self._folder: Path | None = None
+        if path is not None:
+            self._folder = private_folder(path, label)
+            remove_leftovers(self._folder)
         self._label = label
         self._store = store
         self._transport = transport
-        self._let_go = let_go
+        self._let_go = mapped_files.let_go
         self._file: BlockFile | None = None
         self._places: dict[str, BlockPlace] = {}
         """By the layer's qualified name."""
@@ -68,8 +69,12 @@ class WeightsOnDisk:
         self.reader = DiskReader()
         """Reads the blocks; tests exchange it."""
         self.share: DiskShare = NOTHING_ON_DISK
-        """What is to be on the disk."""
-        self._chosen: frozenset[int] = frozenset()
+        """What is on the disk, or is to be, by position in the model."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether weights may lie on a disk."""
+        return self._folder is not None
 
     def choose(self, sizes: dict[int, int], room_bytes: int) -> None:
         """Choose which layers are on the disk.
@@ -79,22 +84,18 @@ class WeightsOnDisk:
             room_bytes: host memory for them.
         """
         numbers = sorted(sizes)
-        self.share = disk_share([sizes[number] for number in numbers], room_bytes)
-        self._chosen = frozenset(numbers[position] for position in self.share.layers)
+        share = disk_share([sizes[number] for number in numbers], room_bytes)
+        self.share = share.among(numbers)
 
     def forget(self) -> None:
         """Have nothing on the disk, where nothing could be put there."""
         self.release()
-        self.share, self._chosen = NOTHING_ON_DISK, frozenset()
+        self.share = NOTHING_ON_DISK
 
     @property
-    def placed(self) -> PlacedWeights | None:
+    def placed(self) -> DiskShare | None:
         """What is on the disk, or is to be; None for nothing."""
-        if not self._chosen:
-            return None
-        return PlacedWeights(
-            layers=tuple(sorted(self._chosen)), staging_bytes=self.share.reserved_bytes
-        )
+        return self.share if self.share.layers else None
 
     @property
     def taken_bytes(self) -> int:
@@ -105,20 +106,6 @@ class WeightsOnDisk:
     def read_gib_per_s(self) -> float | None:
         """Speed of the disk while weights were read so far, in GiB/s; None: none were."""
         return speed(self.reader.read_bytes, self.reader.read_ms)
-
-    def is_chosen(self, layer: int) -> bool:
-        """Say whether layer number *layer* is to be on the disk."""
-        return layer in self._chosen
-
-    @property
-    def path(self) -> Path | None:
-        """The file; None while there is none."""
-        return None if self._file is None else self._file.path
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads bypass the page cache."""
-        return self._file is not None and self._file.is_direct
 
     def take(self, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool) -> bool:
         """Let *masters* be read from the file; make it if there is none yet.
@@ -149,7 +136,7 @@ class WeightsOnDisk:
         masters.stay_in(WeightsInFile(file, place))
         return True
 
-    def read_ahead(self, found: Sequence[Masters], counts: UploadFigures) -> ReadAhead | None:
+    def read_ahead(self, found: Collection[Masters], counts: UploadFigures) -> ReadAhead | None:
         """Return what reads the weights that are on the disk; None if none of *found* are."""
         if self._staging is None or not any(masters.in_file for masters in found):
             return None
@@ -188,10 +175,10 @@ class WeightsOnDisk:
         found = [Masters(each.fqn, each.tensors, lie_in_order=True) for each in layers]
         found = [masters for masters in found if masters.masters]
 
-        def make_of(masters: Masters) -> Callable[[], torch.Tensor]:
-            return lambda: masters.content(self._let_go)
-
-        file = file_of_blocks(self._folder, [make_of(masters) for masters in found])
+        assert self._folder is not None
+        file = file_of_blocks(
+            self._folder, [functools.partial(masters.content, self._let_go) for masters in found]
+        )
         self._places = dict(zip((masters.layer for masters in found), file.places, strict=True))
         if not tells_writes(file):
             raise ConfigError(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from hf_pyao.auto.install.layer_weights import LayerWeights
+from hf_pyao.auto.install.weight_memory import WeightMemory
 from hf_pyao.engine.stores.store import Store
 from hf_pyao.engine.transfer.tiers import Tiers
 from hf_pyao.plan.hardware.speeds import DiskModel
-from hf_pyao.plan.step.disk_share import PlacedWeights
+from hf_pyao.plan.step.disk_share import DiskShare
 
 
 class MeasuredHostAndDisk:
@@ -27,7 +27,7 @@ class MeasuredHostAndDisk:
         weights: what streams the model's weights; None: nothing.
     """
 
-    def __init__(self, tiers: Tiers, weights: LayerWeights | None = None) -> None:
+    def __init__(self, tiers: Tiers, weights: WeightMemory | None = None) -> None:
         self._hosts = [store for store in tiers.stores if store.is_host_memory]
         self._disks: list[Store] = [store for store in tiers.stores if not store.is_host_memory]
         self._weights = weights
@@ -35,7 +35,7 @@ class MeasuredHostAndDisk:
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk, for saved tensors or for weights."""
-        return bool(self._disks) or (self._weights is not None and self._weights.has_disk)
+        return bool(self._disks) or (self._weights is not None and self._weights.disk.is_given)
 
     @property
     def host_bytes(self) -> int:
@@ -49,15 +49,15 @@ class MeasuredHostAndDisk:
         return sum(disk.capacity_bytes for disk in self._disks)
 
     @property
-    def placed_weights(self) -> PlacedWeights | None:
+    def placed_weights(self) -> DiskShare | None:
         """The streamed weights that lie on a disk; None: none do."""
-        return None if self._weights is None else self._weights.placed_on_disk
+        return None if self._weights is None else self._weights.disk.placed
 
     def disk(self) -> DiskModel | None:
         """Return the speeds of disks; None while they are not known."""
         speeds = [disk.speeds() for disk in self._disks]
         known = [speed for speed in speeds if speed is not None]
-        of_weights = None if self._weights is None else self._weights.disk_read_gib_per_s
+        of_weights = None if self._weights is None else self._weights.disk.read_gib_per_s
         reads = [read for _, read in known] + ([] if of_weights is None else [of_weights])
         if not reads:
             return None

@@ -130,8 +130,8 @@ class WeightsOnDemand:
         """Say whether *tensor* is what a look-up has given; it knows its parameter itself."""
         return False
 
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return ``call(*args, **kwargs)``, which is a forward of the model or of a part of it."""
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what *call* does, which is a forward of the model or of a part of it."""
         here, has_gradients = self._here, torch.is_grad_enabled()
         before = here.depth
         try:
@@ -140,7 +140,7 @@ class WeightsOnDemand:
                 for block in self.blocks:
                     block.masters.refuse_thawed()
                 self._on_forward()
-            return call(*args, **kwargs)
+            return call()
         except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
             torch.set_grad_enabled(has_gradients)
             raise

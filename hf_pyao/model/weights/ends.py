@@ -56,9 +56,9 @@ def ends_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
         layers: qualified name and module; what they have is not looked at.
     """
     inside = {id(module) for _, layer in layers for module in layer.modules()}
-    heads = {id(module) for module in _modules_of_heads(model)}
-    embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
-    modules = (heads | embeddings) - inside
+    heads = list(_modules_of_heads(model))
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules = set(map(id, (*heads, *embeddings))) - inside
     owners, adapters = owners_by_storage(model), parameters_of_adapters(model)
     wrapped = wrapped_by_peft(model)
     found: dict[int, tuple[str, Parameter]] = {}
@@ -80,16 +80,9 @@ def ends_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
             left[reason] += parameter.nbytes
         else:
             found[id(parameter)] = f"{path}.weight" if path else "weight", parameter
-    projecting = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) in heads
-        for parameter in module._parameters.values()
-        if parameter is not None
-    }
     return Ends(
         parameters=tuple(found.values()),
-        projecting=frozenset(projecting & found.keys()),
+        projecting=frozenset(id(each._parameters.get("weight")) for each in heads) & set(found),
         modules=frozenset(
             id(module)
             for module in model.modules()

@@ -7,7 +7,7 @@ such a parameter in ways that can be answered group by group, so that only a gro
 be on the device. Their code runs as it is. What it finds in place of the parameter is an
 :class:`ExpertsInGroups`, which answers:
 
-- ``parameter[number]`` ("eager", one expert after another): a view of the slot that has its group;
+- ``parameter[number]`` ("eager", one expert after another): a view of the block that has its group;
 - ``grouped_mm(rows, parameter, offs)`` ("grouped_mm", rows sorted by expert): the same product for
   one group of experts after another, each into its rows of the result; and for the gradient of the
   rows in reverse order;
@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.engine.weights.blocks import ExpertGroups, Weight
 from hf_pyao.engine.weights.expert_groups import experts_per_group
+from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
 
@@ -41,17 +42,6 @@ _DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _EAGER = ("eager", None)
 _IMPLEMENTATIONS = (*_EAGER, "grouped_mm", "batched_mm")
 _PRODUCTS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
-
-
-class Ring(Protocol):
-    """The ring of streamed weights, as far as experts need it."""
-
-    device: torch.device
-    """Where the groups come to."""
-
-    def tensor_of(self, weight: Weight) -> torch.Tensor:
-        """Return *weight* on the device."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +109,7 @@ class ExpertsInGroups:
 
     requires_grad = False
 
-    def __init__(self, ring: Ring, weight: Weight, *, is_transposed: bool = False) -> None:
+    def __init__(self, ring: WeightRing, weight: Weight, *, is_transposed: bool = False) -> None:
         self._ring = ring
         self._weight = weight
         self._is_transposed = is_transposed
@@ -144,7 +134,7 @@ class ExpertsInGroups:
         return self.shape if dim is None else self.shape[dim]
 
     def data_ptr(self) -> int:
-        """Return 0, which is a multiple of any alignment: slots are aligned."""
+        """Return 0, which is a multiple of any alignment: blocks are aligned."""
         return 0
 
     def transpose(self, first: int, second: int) -> ExpertsInGroups:

@@ -12,17 +12,11 @@ import torch
 from torch import nn
 
 from hf_pyao.errors import ConflictError
-from hf_pyao.model.patching.lasting_forward import (
-    Args,
-    Kwargs,
-    LeftBehind,
-    Method,
-    exchange,
-    give_back,
-)
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.model.weights.quantised import move_state
 
-_KEY = "_pyao_streamed_apply"
+STAYING = "_pyao_streamed_apply"
+"""Key of :class:`StayingParameters` in a module whose ``_apply`` it stands for."""
 
 
 def move_others(
@@ -65,7 +59,8 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
 class StayingParameters(LeftBehind):
     """Keeps the streamed parameters of a module on the host when the model is moved.
 
-    ``model.to(device)``, as Trainer and Accelerate call it, moves everything else.
+    It stands for the module's ``_apply``: ``model.to(device)``, as Trainer and Accelerate call it,
+    moves everything else.
 
     Args:
         is_streamed: says of a parameter whether it is on the host.
@@ -75,14 +70,6 @@ class StayingParameters(LeftBehind):
     def __init__(self, is_streamed: Callable[[object], bool], device: torch.device) -> None:
         self._is_streamed = is_streamed
         self._device = device
-
-    def put_on(self, module: nn.Module) -> None:
-        """Answer for moves of *module*."""
-        exchange(module, _KEY, self, "_apply")
-
-    def take_off(self, module: nn.Module) -> None:
-        """Undo :meth:`put_on`. It may be called again."""
-        give_back(module, _KEY, self, "_apply")
 
     def streamed(self, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.device]]:
         """Yield the streamed parameters of *module*, and the device on which they are read."""
@@ -122,13 +109,13 @@ class StayingParameters(LeftBehind):
 
 def has_streamed(module: nn.Module) -> bool:
     """Say whether *module* itself has streamed parameters."""
-    return module.__dict__.get(_KEY) is not None
+    return module.__dict__.get(STAYING) is not None
 
 
 def streamed_in(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.device]]:
     """Yield each streamed parameter of *model*, and the device on which it is read."""
     for module in model.modules():
-        handle = module.__dict__.get(_KEY)
+        handle = module.__dict__.get(STAYING)
         if handle is not None:
             yield from handle.streamed(module)
 

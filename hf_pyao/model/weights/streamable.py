@@ -33,7 +33,7 @@ TIED = "tied with others"
 HOOKED = "with hooks"
 PARAMETRIZED = "parametrized"
 HELD = "held by their module"
-"""Recurrent cells keep references to their weights, and so the memory of a slot."""
+"""Recurrent cells keep references to their weights, and so the memory of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from hf_pyao.plan.options.plan_levers import GivenLevers
 from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
-from hf_pyao.plan.step.disk_share import PlacedWeights
+from hf_pyao.plan.step.disk_share import DiskShare
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
 
@@ -51,7 +51,7 @@ class HostAndDisk(Protocol):
         ...
 
     @property
-    def placed_weights(self) -> PlacedWeights | None:
+    def placed_weights(self) -> DiskShare | None:
         """The streamed weights that lie on a disk and stay there; None: none do yet."""
         ...
 

@@ -22,7 +22,7 @@ from hf_pyao.plan.solve.plan_problem import (
     way_of,
 )
 from hf_pyao.plan.step.collectives import without_collectives
-from hf_pyao.plan.step.disk_share import PlacedWeights
+from hf_pyao.plan.step.disk_share import DiskShare
 from hf_pyao.plan.step.layer_graph import PARAMETER
 from hf_pyao.plan.step.layer_recipes import Making, RecipeSearch
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
@@ -64,7 +64,7 @@ class Conditions:
     """What operations take that run again, by what they took the first time."""
     is_blocking: bool = False
     """Compute stands still while copies run, as where the host is the device."""
-    placed_weights: PlacedWeights | None = None
+    placed_weights: DiskShare | None = None
     """The streamed weights that lie on a disk; None: as many as the host has no room for."""
     speed_ratios: tuple[float, ...] = PRESET
     """By which factors the link may be faster than said, for compute as said: a plan is chosen

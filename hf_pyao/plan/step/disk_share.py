@@ -33,7 +33,7 @@ class DiskShare:
     """What is on the disk."""
 
     layers: tuple[int, ...] = ()
-    """Positions among the streamed layers; the others are on the host."""
+    """Positions among the streamed layers, or all of the model; the others are on the host."""
     piece_bytes: int = 0
     """Host memory that is read into, and copied from, at a time."""
     num_pieces: int = 0
@@ -48,23 +48,22 @@ class DiskShare:
         """The same, with what aligning it takes."""
         return self.staging_bytes + PAGE_BYTES if self.num_pieces else 0
 
+    def of(self, program: StepProgram) -> StepProgram:
+        """Return *program*, a step with streamed blocks, with these of all layers on the disk."""
+        layers = tuple(layer for layer in self.layers if layer in program.streamed)
+        if not layers:
+            return program
+        streamed = dataclasses.replace(
+            program.streamed, disk_layers=layers, staging_bytes=self.reserved_bytes
+        )
+        return dataclasses.replace(program, streamed=streamed)
+
+    def among(self, numbers: Sequence[int]) -> DiskShare:
+        """Return the same with positions among all layers; *numbers*: those of the streamed."""
+        return dataclasses.replace(self, layers=tuple(numbers[each] for each in self.layers))
+
 
 NOTHING_ON_DISK = DiskShare()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacedWeights:
-    """Weights that a run has put on a disk; they stay there."""
-
-    layers: tuple[int, ...]
-    """Positions among all layers of the model."""
-    staging_bytes: int
-    """Host memory that they are read into."""
-
-    def of(self, program: StepProgram) -> StepProgram:
-        """Return *program*, a step with streamed blocks, with those of them on the disk."""
-        layers = tuple(layer for layer in self.layers if layer in program.streamed)
-        return _placed(program, layers, self.staging_bytes) if layers else program
 
 
 def disk_share(
@@ -113,17 +112,7 @@ def with_blocks_on_disk(program: StepProgram, room_bytes: float) -> StepProgram:
         room_bytes,
         largest_bytes=streamed.slot_bytes,
     )
-    if not share.layers:
-        return program
-    on_disk = tuple(layers[position] for position in share.layers)
-    return _placed(program, on_disk, share.reserved_bytes)
-
-
-def _placed(program: StepProgram, layers: tuple[int, ...], staging_bytes: int) -> StepProgram:
-    streamed = dataclasses.replace(
-        program.streamed, disk_layers=layers, staging_bytes=staging_bytes
-    )
-    return dataclasses.replace(program, streamed=streamed)
+    return share.among(layers).of(program)
 
 
 def _piece_bytes(largest_bytes: int) -> int:

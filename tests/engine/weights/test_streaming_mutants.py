@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto.install.weights_on_host import WeightsOnHost
+from hf_pyao.auto.install.weight_memory import WeightMemory
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.model.weights import streamable
@@ -132,5 +132,5 @@ def test_mutant_that_streams_tied_weights_apart_is_caught(
 ) -> None:
     monkeypatch.setattr(streamable, "is_tied", lambda *_: False)
     # Tied weights that stay where they lie stay tied.
-    monkeypatch.setattr(WeightsOnHost, "_leave_in_place", lambda *_: False)
+    monkeypatch.setattr(WeightMemory, "_leave_in_place", lambda *_: False)
     assert not ties_hold(first, second)
