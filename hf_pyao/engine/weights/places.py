@@ -83,9 +83,9 @@ def keeper_of(layer: nn.Module, key: int) -> str:
         for name, value in vars(module).items():
             if name == "_parameters":
                 continue
-            for each in _inside(value):
-                if isinstance(each, torch.Tensor) and _key_of(each) == key:
-                    return f"{path}.{name}" if path else name
+            for each, held in _inside(name, value):
+                if isinstance(held, torch.Tensor) and _key_of(held) == key:
+                    return f"{path}.{each}" if path else each
     return ""
 
 
@@ -96,13 +96,14 @@ def _are_over_the_same(found: object, given: object) -> bool:
     return _key_of(found) == _key_of(given) != 0
 
 
-def _inside(value: object) -> Iterator[object]:
+def _inside(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what an attribute holds, each under the name to tell of it; buffers have their own."""
     if isinstance(value, dict):
-        yield from value.values()
+        yield from ((key if name == "_buffers" else name, each) for key, each in value.items())
     elif isinstance(value, list | tuple):
-        yield from value
+        yield from ((name, each) for each in value)
     else:
-        yield value
+        yield name, value
 
 
 def _key_of(tensor: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.resizes import sees_resizes
 
 MIB = 2**20
 ACTIVATIONS_BYTES = 96 * MIB
@@ -100,7 +101,7 @@ def streamed(folder: Path, batch: torch.Tensor) -> tuple[dict[str, Any], list[to
         losses = [step(model, batch)]  # pages of the allocator, and the pool
         forget_peak()
         ledger.note([*model.parameters(), *model.buffers(), batch])
-        with NotingMode(ledger):
+        with sees_resizes(ledger.resized), NotingMode(ledger):
             losses.append(step(model, batch))
         facts = {
             "stored_bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
