@@ -180,7 +180,7 @@ def _measure(args: argparse.Namespace) -> int:
     methods = args.methods or (SMOKE_METHODS if args.smoke else board_methods())
     args.methods = [harness_name(name) for name in methods]
     setup, trials = work_of(args)
-    output = args.output or default_output(setup, "board")
+    output = args.output or default_output("board", setup.model.name, setup.dtype)
     report = run_board(
         setup,
         methods,
