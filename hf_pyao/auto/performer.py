@@ -40,7 +40,7 @@ from hf_pyao.errors import warn
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.hardware.device_limit import gradient_bytes
-from hf_pyao.plan.measure.segment_memory import largest
+from hf_pyao.plan.measure.segment_memory import SegmentMemory, largest
 from hf_pyao.plan.solve.correction import ExpectedTimes
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
@@ -85,7 +85,7 @@ class AutoActions:
         self._agreement = agreement
         self._measurer = measurer
         self._check: PlanCheck | None = None
-        self._grown_bytes: dict[str, int] = {}
+        self._memory = SegmentMemory(device)
         """What the plan that was checked last took on the device."""
         self._recorded_key: bytes | None = None
         """Which parameters were trained when the step of the newest profile was recorded."""
@@ -152,7 +152,7 @@ class AutoActions:
         self._stop_timing()
         draft = state.now.draft
         is_of_plan = state.mode is Mode.CHECKING and isinstance(draft, Draft)
-        self._grown_bytes = check.grown_bytes
+        self._memory = check.memory
         return on.Timed(check.result(), draft.expected() if is_of_plan else None)
 
     def _time(self, *, is_of_plan: bool) -> None:
@@ -231,7 +231,7 @@ class AutoActions:
             recorded = self._recorded(view.steps())
             profile = dataclasses.replace(profile, program=recorded.to_dict())
         # Training engines gather ahead once they have seen a micro-batch.
-        grown_bytes = largest((profile.grown_bytes, self._grown_bytes))
+        grown_bytes = largest((profile.grown_bytes, self._memory.grown_bytes))
         profile = dataclasses.replace(profile, grown_bytes=grown_bytes)
         draft = self._maker.plan(
             profile,
@@ -292,8 +292,7 @@ class AutoActions:
         logger.info("policy 'auto': %s.", beside(times.plan, draft.expected()))
         # Of smaller batches than the plan is for there is no telling what its own would take.
         is_of_size = any(each.num_elements >= draft.num_elements for each in times.plan)
-        grown_bytes = self._grown_bytes if is_of_size else {}
-        draft, is_another = self._maker.remeasured(draft, grown_bytes)
+        draft, is_another = self._maker.remeasured(draft, self._memory if is_of_size else None)
         if is_another:
             more = format_bytes(self._maker.unpredicted_bytes)
             ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)

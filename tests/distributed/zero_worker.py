@@ -1,4 +1,4 @@
-"""One of two ranks that transformers' Trainer trains under DeepSpeed's ZeRO, case by case.
+"""One of several ranks that transformers' Trainer trains under DeepSpeed's ZeRO, case by case.
 
 Called as ``python -m tests.distributed.zero_worker FOLDER CASE...``, with the variables of a
 launcher. Each case is trained without hf_pyao, and again with policy auto.
@@ -92,6 +92,10 @@ def examples() -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def num_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all parameters, gathered. All ranks must call it together."""
     # Those that are whole already stay so, as in a run that nobody watches.
@@ -116,11 +120,11 @@ class Watch(TrainerCallback):
 
 
 def check_engine(trainer: Any, case: Case) -> None:
-    """Assert that DeepSpeed trains on two ranks, in the stage that is asked for."""
+    """Assert that DeepSpeed trains on all ranks, in the stage that is asked for."""
     engine = trainer.model_wrapped
     assert type(engine).__name__ == "DeepSpeedEngine"
     assert engine.zero_optimization_stage() == case.stage
-    assert trainer.accelerator.num_processes == dist.get_world_size() == 2
+    assert trainer.accelerator.num_processes == dist.get_world_size() == num_ranks()
     assert trainer.accelerator.distributed_type.value == "DEEPSPEED"
     assert all(ZERO_3.has(each) == (case.stage == 3) for each in trainer.model.parameters())
     assert len(layers_of(trainer.model, case.model)) == 3
@@ -353,7 +357,7 @@ def engine_of(case: str) -> Any:
     model = build_model(name, tuning or "full", "")
     engine = deepspeed.initialize(model=model, config=settings)[0]
     assert engine.zero_optimization_stage() == stage
-    assert dist.get_world_size() == 2
+    assert dist.get_world_size() == num_ranks()
     return engine
 
 

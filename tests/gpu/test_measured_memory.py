@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.machine.states import Mode
+from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import read_json
 from hf_pyao.plan.hardware import device_limit
@@ -102,6 +103,8 @@ def test_a_plan_leaves_room_for_what_is_measured(
     device = gpu.torch_device
     if segment_memory.allocated_and_peak_bytes(device) is None:
         pytest.skip("the device does not count its memory")
+    # A slow host would have layers run again as a whole, which leaves room by itself.
+    monkeypatch.setattr(Draft, "checkpointed", lambda draft: None)
     model: Any = make_model("llama", gpu)
     batch = batch_of(gpu, 256, size=16)
     limit_bytes = limit_below_all(model, batch, device)

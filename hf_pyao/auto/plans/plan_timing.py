@@ -156,9 +156,9 @@ class PlanCheck(Observer):
         self.is_done = self._num_left <= 0
 
     @property
-    def grown_bytes(self) -> dict[str, int]:
-        """What tensors took in the first that counts, as :class:`SegmentMemory` says it."""
-        return self._memory.grown_bytes
+    def memory(self) -> SegmentMemory:
+        """What tensors took in the first that counts."""
+        return self._memory
 
     def result(self) -> list[TimedMicroBatch]:
         """Return what was timed. Waits for the device."""

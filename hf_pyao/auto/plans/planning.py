@@ -23,7 +23,9 @@ from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.measure.segment_memory import (
+    NOTHING,
     MeasuredGrowth,
+    SegmentMemory,
     differences,
     predicted_growth,
     unpredicted_bytes,
@@ -118,7 +120,7 @@ class PlanMaker:
         measured = choice.resident.configured.simple().get(OFFLOAD_ALL)
         self._beyond = profile.grown_beyond_bytes
         if smaller is None and measured is not None:
-            self._note_memory(profile.grown_bytes, measured)
+            self._note_memory(profile.grown_bytes, NOTHING, measured)
         growth, room_to_grow = None, 1.0
         if smaller is not None:
             ratio = num_elements / max(1, smaller.num_elements)
@@ -166,18 +168,19 @@ class PlanMaker:
         profile = at_other_size(draft.profile, before.program, recorded)
         return self.plan(profile, num_elements, *args, trained=draft.trained, smaller=draft, **more)
 
-    def remeasured(self, draft: Draft, grown_bytes: Mapping[str, int]) -> tuple[Draft, bool]:
+    def remeasured(self, draft: Draft, memory: SegmentMemory | None) -> tuple[Draft, bool]:
         """Take what the plan that is followed was measured to need, and a tighter one if needed.
 
         Args:
             draft: the plan that is followed.
-            grown_bytes: as :class:`~hf_pyao.plan.measure.segment_memory.SegmentMemory` found it.
+            memory: what its step took; None: nothing was measured.
 
         Returns:
             The draft with what may be used now, and whether its plan is another one.
         """
-        of_ranks = {name: b + self._beyond.get(name, 0) for name, b in grown_bytes.items()}
-        self._note_memory(of_ranks, draft.chosen)
+        if memory is not None:
+            grown_bytes = self._of_ranks(memory.grown_bytes)
+            self._note_memory(grown_bytes, self._of_ranks(memory.most_bytes), draft.chosen)
         is_capped = draft.limits.how == AFTER_RUNNING_OUT
         cap_bytes = draft.limits.limit_bytes if is_capped else math.inf
         draft = dataclasses.replace(draft, limits=self._limits(draft.choice, cap_bytes))
@@ -192,12 +195,20 @@ class PlanMaker:
             return draft, False  # nothing needs less
         return draft.following(found), True
 
-    def _note_memory(self, grown_bytes: Mapping[str, int], ran: Candidate) -> None:
+    def _of_ranks(self, nbytes: Mapping[str, int]) -> dict[str, int]:
+        return {name: each + self._beyond.get(name, 0) for name, each in nbytes.items()}
+
+    def _note_memory(
+        self, grown_bytes: Mapping[str, int], most_bytes: Mapping[str, int], ran: Candidate
+    ) -> None:
         """Compare what was measured with the least that is predicted for what *ran*."""
         if grown_bytes:
             predicted = _growth(ran)
             self.growth = MeasuredGrowth(grown_bytes, predicted)
-            self._more = differences(grown_bytes, predicted)
+            # What runs again is compared in a run's first micro-batches, which holds more.
+            compares = self._settings.recomputes or self._settings.given.levers.checkpoint_every
+            earlier = NOTHING if compares else self._more
+            self._more = differences(grown_bytes, predicted, most_bytes, earlier)
             self.unpredicted_bytes = unpredicted_bytes(self._more, predicted)
 
     def _takes_more(self, chosen: Candidate) -> bool:

@@ -7,6 +7,7 @@ FSDP2 and ZeRO gather, compiled code, buffers of a user's hooks) is in the measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ HEAD = "head"
 OPTIMIZER = "optimizer"
 """From the end of the layers' backward to the next forward of a layer. No plan of saved tensors
 changes what it takes."""
+
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int] | None:
@@ -61,6 +65,8 @@ class SegmentMemory:
         self.grown_bytes: dict[str, int] = {}
         """By segment, above what was there when the first layer began, but for gradients. Before
         the first layer: above what was there when the forward began."""
+        self.most_bytes: dict[str, int] = {}
+        """By segment, what it cannot have been above: the peak so far."""
 
     def at_start(self) -> None:
         """Look, where a forward begins: weights that training engines divide are not gathered."""
@@ -106,10 +112,11 @@ class SegmentMemory:
             self._peak_bytes = peak_bytes
             if self._start_bytes is not None:
                 self.grown_bytes[BEFORE] = self._base_bytes - self._start_bytes
-        most_bytes = peak_bytes if peak_bytes > self._peak_bytes else allocated_bytes
+        seen_bytes = peak_bytes if peak_bytes > self._peak_bytes else allocated_bytes
         self._peak_bytes = peak_bytes
-        grown_bytes = most_bytes - self._base_bytes
+        grown_bytes = seen_bytes - self._base_bytes
         self.grown_bytes[segment] = max(self.grown_bytes.get(segment, 0), grown_bytes)
+        self.most_bytes[segment] = peak_bytes - self._base_bytes
 
 
 def largest(measured: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -153,8 +160,8 @@ def predicted_growth(program: StepProgram, prediction: Prediction) -> dict[str, 
 class MeasuredGrowth(NamedTuple):
     """By how much memory grows over a step, by segment: measured, and predicted."""
 
-    measured: Mapping[str, int] = {}
-    predicted: Mapping[str, int] = {}
+    measured: Mapping[str, int] = NOTHING
+    predicted: Mapping[str, int] = NOTHING
 
     def figures(self) -> dict[str, float]:
         """Return both as figures of a report; empty where nothing was measured."""
@@ -175,14 +182,30 @@ class MeasuredGrowth(NamedTuple):
         return f"a step was measured to take {', '.join(words)}" if words else ""
 
 
-def differences(measured: Mapping[str, int], predicted: Mapping[str, int]) -> dict[str, int]:
+def differences(
+    measured: Mapping[str, int],
+    predicted: Mapping[str, int],
+    most_bytes: Mapping[str, int] = NOTHING,
+    earlier: Mapping[str, int] = NOTHING,
+) -> dict[str, int]:
     """Return by how much a step takes more than is predicted, or less, by segment.
 
-    What is there before the layers stays in all of them.
+    What is there before the layers stays in all of them. A peak below those of earlier steps is not
+    seen: there the difference of an earlier step counts, as far as it can be.
+
+    Args:
+        measured: growth by segment.
+        predicted: the same.
+        most_bytes: what *measured* cannot have been above.
+        earlier: what this returned for an earlier step.
     """
     more = {name: measured[name] - predicted[name] for name in measured.keys() & predicted.keys()}
     before_bytes = max(0, more.pop(BEFORE, 0))
-    return {name: before_bytes + each for name, each in more.items()}
+    found = {name: before_bytes + each for name, each in more.items()}
+    for name in found.keys() & most_bytes.keys() & earlier.keys():
+        most = before_bytes + most_bytes[name] - predicted[name]
+        found[name] = max(found[name], min(earlier[name], most))
+    return found
 
 
 def unpredicted_bytes(more: Mapping[str, int], predicted: Mapping[str, int]) -> int:

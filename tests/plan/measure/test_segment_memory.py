@@ -109,6 +109,27 @@ def test_what_is_there_before_the_layers_is_of_all_segments(
     assert differences(less, predicted) == {"forward": -4, "head": -6, "backward": -9}
 
 
+def test_where_a_peak_was_not_seen_an_earlier_step_counts() -> None:
+    measured = {"forward": 60, "head": 65, "backward": 80}
+    predicted = {"forward": 50, "head": 60, "backward": 80}
+    earlier = {"forward": 30, "head": 3, "backward": 90}
+    most = {"forward": 200, "head": 200, "backward": 110}
+    found = differences(measured, predicted, most, earlier)
+    assert found == {"forward": 30, "head": 5, "backward": 30}
+    is_seen = differences(measured, predicted, measured, earlier)
+    assert is_seen == differences(measured, predicted)
+
+
+def test_a_step_cannot_have_been_above_the_peak_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([(100, 100), (130, 140), (131, 140), (130, 140)])
+    monkeypatch.setattr(segment_memory, "allocated_and_peak_bytes", lambda device: next(left))
+    memory = SegmentMemory(DEVICE)
+    for phase, is_start in (*BORDERS[:2], *BORDERS[4:6]):
+        memory.at_border(phase, is_start=is_start)
+    assert memory.grown_bytes == {"forward": 40, "head": 31, "backward": 30}
+    assert memory.most_bytes == {"forward": 40, "head": 40, "backward": 40}
+
+
 def test_a_device_that_does_not_count_tells_nothing() -> None:
     memory = SegmentMemory(torch.device("cpu"))
     memory.at_start()
