@@ -12,23 +12,39 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_pyao.engine.codecs import CODECS
 from hf_pyao.engine.codecs.backend import kernels_for
 from hf_pyao.engine.codecs.base import BoundedCodec
+from hf_pyao.engine.codecs.int8 import Int8Codec
+from hf_pyao.engine.codecs.narrow import NarrowCodec
 from hf_pyao.plan.documents.bench import StepTimes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from result_file import write_result
-from studies.study_codecs import STUDY_CODECS, study_codec
 
 SCHEMA_VERSION = 1
 NUM_WARMUP = 3
+
+STUDY_CODECS: Mapping[str, Callable[[], BoundedCodec]] = {
+    **CODECS,
+    "int8_group": partial(Int8Codec, "group"),
+    "int8_tensor": partial(Int8Codec, "tensor"),
+    "narrow": NarrowCodec,
+}
+"""Name in tables -> what makes the codec; configurations know those of ``CODECS`` by name."""
+
+
+def study_codec(name: str) -> BoundedCodec:
+    """Return the codec called *name*, to be given to a configuration as it is."""
+    return STUDY_CODECS[name]()
 
 
 def main(argv: list[str] | None = None) -> None:

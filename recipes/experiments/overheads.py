@@ -265,9 +265,8 @@ def predicted_streams(found: dict[str, Any]) -> list[str]:
             [
                 "The paper's step has more in it that no stream shortens (gradient copies, the "
                 "codec's kernels, the optimizer), so that its gain is a smaller share.",
-                "`python recipes/studies/simulate_schedule.py` has the same on the simulated "
-                "device with "
-                "gradients that leave in backward (tests/helpers/simulation/README.md).",
+                "tests/helpers/simulation/README.md has the same on the simulated device with "
+                "gradients that leave in backward.",
                 "Checkpointing and accumulation copy nothing: one stream is enough.",
             ]
         ),
