@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import published
-from experiments.experiment import Mode, Options, need_accelerator
+from experiments.experiment import Options
 from experiments.rows import OK, OUT_OF_MEMORY, Result, Row
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.plan.documents.sweep import SweepPoint, SweepReport
+from hf_pyao.plan.documents.sweep import SweepPoint
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.paper.sweep import Budgets, parse_budgets
 from hf_pyao.tools.bench.setup import BenchSetup
@@ -149,79 +149,70 @@ def _rows_of(
     )
 
 
-# ---- measured ------------------------------------------------------------------------------------
+def miniature_table_2(options: Options) -> Result:
+    """Sweep over k with a small model on this CPU."""
+    return _measured(options, 10, "0,1,2,3,5")
 
 
-def _sweep(options: Options, steps: int, budgets: str, *, is_real: bool) -> SweepReport:
-    shape = SHAPE if is_real else MICRO_SHAPE if options.is_smoke else SMALL_SHAPE
+def miniature_validation(options: Options) -> Result:
+    """Run 20 steps of a small model on this CPU, without a budget and with five tensors."""
+    return _measured(options, 20, "0,5")
+
+
+def _measured(options: Options, steps: int, budgets: str) -> Result:
     plan = SweepPlan(
         setup=BenchSetup(
-            model=parse_model(shape),
-            sequence_length=LENGTH if is_real else 32 if options.is_smoke else 128,
+            model=parse_model(MICRO_SHAPE if options.is_smoke else SMALL_SHAPE),
+            sequence_length=32 if options.is_smoke else 128,
             dtype="float32",
-            device="auto" if is_real else "cpu",
+            device="cpu",
             num_warmup=1,
             num_steps=2 if options.is_smoke else steps,
         ),
-        budgets=parse_budgets(budgets),
-        micro_batch=MICRO_BATCH if is_real else 4,
+        budgets=parse_budgets("0,2" if options.is_smoke else budgets),
+        micro_batch=4,
         num_seeds=1 if options.is_smoke else SEEDS,
-        settings=() if is_real else (("min_bytes", "0"),),
+        settings=(("min_bytes", "0"),),
         with_checkpointing=True,
     )
-    return run_sweep(plan)
-
-
-def _measured(steps: int, budgets: str, *, is_real: bool) -> Mode:
-    def run(options: Options) -> Result:
-        if is_real:
-            need_accelerator("an accelerator")
-        report = _sweep(options, steps, "0,2" if options.is_smoke else budgets, is_real=is_real)
-        rows = [
-            Row(
-                model="GPT-2 97.93M" if is_real else "GPT-2, 6 layers of width 128",
-                system=f"k = {row.budget}",
-                micro_batch=MICRO_BATCH if is_real else 4,
-                quantity=quantity,
-                unit=unit,
-                value=None if found is None else found.mean / scale,
-                detail={}
-                if found is None
-                else {
-                    "standard_deviation": found.standard_deviation / scale,
-                    "num_figures": found.num_figures,
-                },
-            )
-            for row in report.rows
-            for quantity, unit, found, scale in (
-                ("memory", "MiB", row.memory_bytes, MIB),
-                ("throughput", "tokens/s", row.tokens_per_s, 1.0),
-                ("pack time", "ms", row.pack_ms, 1.0),
-            )
-        ]
-        return Result(
-            rows=rows,
-            assumptions=[
-                f"memory is: {report.memory_is}",
-                "forward and backward; the optimizer's step is left out, and its 16-bit moments "
-                "with it",
-            ],
-            content={
-                "are_losses_equal": report.are_losses_equal,
-                "are_gradients_equal": report.are_gradients_equal,
-                "noise_tokens_per_s": report.noise_tokens_per_s,
-                "num_steps": steps,
-                "num_seeds": SEEDS,
+    report = run_sweep(plan)
+    rows = [
+        Row(
+            model="GPT-2, 6 layers of width 128",
+            system=f"k = {row.budget}",
+            micro_batch=4,
+            quantity=quantity,
+            unit=unit,
+            value=None if found is None else found.mean / scale,
+            detail={}
+            if found is None
+            else {
+                "standard_deviation": found.standard_deviation / scale,
+                "num_figures": found.num_figures,
             },
         )
-
-    return run
-
-
-miniature_table_2 = _measured(10, "0,1,2,3,5", is_real=False)
-real_table_2 = _measured(10, BUDGETS, is_real=True)
-miniature_validation = _measured(20, "0,5", is_real=False)
-real_validation = _measured(20, "0,5", is_real=True)
+        for row in report.rows
+        for quantity, unit, found, scale in (
+            ("memory", "MiB", row.memory_bytes, MIB),
+            ("throughput", "tokens/s", row.tokens_per_s, 1.0),
+            ("pack time", "ms", row.pack_ms, 1.0),
+        )
+    ]
+    return Result(
+        rows=rows,
+        assumptions=[
+            f"memory is: {report.memory_is}",
+            "forward and backward; the optimizer's step is left out, and its 16-bit moments with "
+            "it",
+        ],
+        content={
+            "are_losses_equal": report.are_losses_equal,
+            "are_gradients_equal": report.are_gradients_equal,
+            "noise_tokens_per_s": report.noise_tokens_per_s,
+            "num_steps": steps,
+            "num_seeds": SEEDS,
+        },
+    )
 
 
 def predict_validation(options: Options) -> Result:

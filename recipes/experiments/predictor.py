@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.experiment import Options, progress
-from experiments.systems import System
+from experiments.systems import MODELS, System
 from hf_pyao.attachment import attach
 from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
@@ -239,6 +240,64 @@ class Predictor:
             estimator.window_bytes = DEFAULT_WINDOW_BYTES
             estimator.limit_bytes = int(cap_bytes)
         return estimator.predicted(_way_of(system), micro_batch)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A system at a micro-batch of a model, and what was predicted of it."""
+
+    model: str
+    """A key of ``systems.MODELS``."""
+    system: System
+    micro_batch: int
+    sizes: Sequence[int]
+    """All micro-batches of the model."""
+    predictor: Predictor
+    predicted: Predicted
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What ``published`` calls it."""
+        return self.model, self.system.name, self.micro_batch
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What its rows have in common."""
+        return {
+            "model": MODELS[self.model],
+            "system": self.system.name,
+            "micro_batch": self.micro_batch,
+        }
+
+
+def predictions(
+    options: Options,
+    what: str,
+    micro_batches: Mapping[str, Sequence[int]],
+    systems: Sequence[System],
+    smoke: Sequence[int] = (1, 2),
+) -> Iterator[Point]:
+    """Yield the models that are asked for, at each micro-batch with each system.
+
+    Args:
+        options: which models.
+        what: for the bar.
+        micro_batches: by model.
+        systems: which.
+        smoke: micro-batches of a smoke run.
+    """
+    for model, predictor in predictors(options, what):
+        sizes = smoke if options.is_smoke else micro_batches[model]
+        for micro_batch in progress(sizes, model):
+            for system in systems:
+                yield Point(
+                    model=model,
+                    system=system,
+                    micro_batch=micro_batch,
+                    sizes=sizes,
+                    predictor=predictor,
+                    predicted=predictor.predicted(system, micro_batch),
+                )
 
 
 def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:
