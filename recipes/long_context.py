@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> Row:
         memory.cap(args.memory_gib)
     model = model.to(device, getattr(torch, args.dtype))
     attached = attach(model, PyAOConfig.from_dict(settings)) if settings else None
-    losses = []
+    losses: list[float] = []
     with attached or contextlib.nullcontext() as offloader:
         for block in text.to(device):
             model.zero_grad(set_to_none=True)
@@ -189,14 +189,15 @@ def _model_and_text(args: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     text = torch.from_numpy(tokens.astype("int64"))
     text = text.repeat(-(-needed // len(text)))[:needed]
     torch.manual_seed(0)
+    tokens_of_text: dict[str, Any] = {**special_ids(tokenizer), "vocab_size": len(tokenizer)}
     config = LlamaConfig(
         hidden_size=args.hidden_size,
         intermediate_size=args.intermediate_size,
         num_hidden_layers=args.num_layers,
         num_attention_heads=args.num_heads,
         num_key_value_heads=max(1, args.num_heads // 4),
-        **{**special_ids(tokenizer), "vocab_size": len(tokenizer)},
         max_position_embeddings=args.sequence_length,
+        **tokens_of_text,
     )
     return LlamaForCausalLM(config).train(), text.view(args.num_steps, 1, args.sequence_length)
 

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.board_trial import peak_of_step
 from bench.harness import CLOCKS, parser_of, show, times_in_turns, write
 from hf_pyao.model.head.head_loss import install_head_loss
 
@@ -108,21 +109,9 @@ def _step(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.Tensor)
     model(inputs_embeds=hidden, labels=labels, use_cache=False).loss.backward()
 
 
-def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int:
-    """Return the most bytes that one step has allocated at once, by the allocator's own events."""
+def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int | None:
     model.zero_grad()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
-        step()
-    profiler: Any = profile.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    live, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return peak_of_step(torch.device("cpu"), step)
 
 
 if __name__ == "__main__":
