@@ -13,11 +13,10 @@ from experiments import (
     throughput,
     time_to_target,
     zeroth_order,
-    zeroth_order_page,
 )
 from experiments.communication import COUNTINGS
 from experiments.experiment import Experiment
-from experiments.plots import Plot
+from experiments.plots import Plot, loss_curves
 from experiments.rows import MINIATURE, PREDICT
 from experiments.systems import MODELS, PYAO_INT8
 
@@ -225,7 +224,14 @@ EXPERIMENTS = (
         predict=zeroth_order.predict_compression,
         miniature=zeroth_order.miniature_compression,
         real="the board measures a step in each dtype",
-        plots=dict.fromkeys((PREDICT, MINIATURE), zeroth_order_page.plot_task),
+        plots={
+            PREDICT: Plot(
+                y_label="ms of a step at 6.25 GB/s",
+                where={"{quantity}": "step at 6.25 GB/s"},
+                series=(("{model}", "{system}", "{value}"),),
+            ),
+            MINIATURE: loss_curves,
+        },
     ),
     Experiment(
         name="zeroth_order_scaling",
@@ -233,6 +239,15 @@ EXPERIMENTS = (
         predict=zeroth_order.predict_scaling,
         miniature="tests count the device's bytes of small models",
         real="the board measures memory and steps of one size",
-        plots={PREDICT: zeroth_order_page.plot_scaling},
+        plots={
+            PREDICT: Plot(
+                y_label="device memory, GB",
+                where={"{quantity}": "device memory"},
+                series=(
+                    ("{model}", "ours", "{value}"),
+                    ("{model}", "published", "{published}"),
+                ),
+            )
+        },
     ),
 )

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import published, zeroth_order_page
+from experiments import published
 from experiments.catalogue import EXPERIMENTS
 from experiments.communication import COUNTINGS, find_engine
 from experiments.experiment import Experiment
 from experiments.neurocache import CONFIGURATIONS, FUSED
 from experiments.overheads import COMPONENTS
-from experiments.page import Cell, paper, pivot, source, table
+from experiments.page import Cell, paper, pivot, source, table, table_of
 from experiments.rows import MODES, OK, OUT_OF_MEMORY, RESULTS, one, read_document, select, values
 from experiments.systems import (
     ACCUMULATION,
@@ -121,15 +121,11 @@ def known() -> dict[str, Any]:
             ),
         ),
         "inequality": _inequality(of["inequality_predict"]),
-        **{
-            f"zeroth_order_{name}": "\n\n".join(part(file[f"zeroth_order_{name}"]))
-            for name, part in (
-                ("overlap_predict", zeroth_order_page.predicted_overlap),
-                ("compression_predict", zeroth_order_page.predicted_compression),
-                ("compression_miniature", zeroth_order_page.trained_compression),
-                ("scaling_predict", zeroth_order_page.predicted_scaling),
-            )
-        },
+        "overlap": _overlap(of["zeroth_order_overlap_predict"]),
+        **_compression(
+            of["zeroth_order_compression_predict"], of["zeroth_order_compression_miniature"]
+        ),
+        "sizes": _sizes(of["zeroth_order_scaling_predict"]),
     }
 
 
@@ -435,3 +431,87 @@ def _inequality(rows: Rows) -> str:
 
     shown = [row for row in rows if row["model"] in MODELS.values()]
     return pivot(shown, {"model": "{model}", "card": card}, column, cell)
+
+
+# ---- ZO2 -----------------------------------------------------------------------------------------
+
+
+def _overlap(rows: Rows) -> str:
+    steps = select(rows, quantity="step")
+
+    def line(row: dict[str, Any]) -> list[str]:
+        times, detail = row["system"].removeprefix("overlap, "), row["detail"]
+        others = [
+            one(steps, model=row["model"], system=f"{way}, {times}")["value"]
+            for way in ("one slot", "no overlap")
+        ]
+        hidden = one(rows, model=row["model"], system=row["system"], unit="%")
+        wholes = (row["value"], detail["busiest_lane_ms"], *others)
+        return [
+            *(row["model"], times, f"{detail['compute_ms']:.1f}", f"{detail['copy_ms']:.1f}"),
+            *(f"{value:.0f}" for value in wholes),
+            *(f"{hidden['value']:.1f}%", paper("{published:.0f}%")(hidden)),
+        ]
+
+    heads = ["model", "times", "compute", "copy", "step", "busiest lane", "one slot", "no overlap"]
+    shown = [line(row) for row in steps if row["system"].startswith("overlap")]
+    return table([*heads, "hidden", "published"], shown)
+
+
+def _compression(predicted: Rows, small: Rows) -> dict[str, str]:
+    host_ns = {
+        row["system"]: row["value"]
+        for row in select(small, quantity="update and packing on the host")
+    }
+    accuracy = {row["system"]: row["value"] for row in select(small, quantity="accuracy")}
+
+    def on_host(row: dict[str, Any]) -> dict[str, Any]:
+        """Return the seconds of a step that the host takes for updates and packing, if any."""
+        elements = row["detail"]["num_layers"] * row["detail"]["block_parameters"]
+        seconds = elements * host_ns.get(row["system"], 0.0) * 1e-9
+        return {**row, "quantity": "host", "value": seconds or None}
+
+    def cell(row: dict[str, Any]) -> str:
+        if row["value"] is None:
+            return ""
+        return f"{row['value']:.1f}" if row["quantity"] == "host" else f"{row['value']:.2f}"
+
+    steps = select(predicted, quantity="step")
+    return {
+        "compression": pivot(
+            [*predicted, *map(on_host, steps)],
+            {"model": "{model}", "weights": "{system}"},
+            "{quantity}",
+            cell,
+        ),
+        "separable_task": table_of(
+            select(small, quantity="loss at the end"),
+            ("run", "{system}"),
+            ("loss at the end", "{value:.4f}"),
+            (
+                "over seeds",
+                lambda row: " to ".join(
+                    f"{edge(row['detail']['by_seed']):.4f}" for edge in (min, max)
+                ),
+            ),
+            ("accuracy, %", lambda row: f"{accuracy[row['system']]:.2f}"),
+        ),
+    }
+
+
+def _sizes(rows: Rows) -> str:
+    shown = {
+        "device memory": ("device, GB", "{value:.2f}"),
+        "host memory": ("host, GB", "{value:.2f}"),
+        "throughput": ("tokens/s", "{value:.0f}"),
+    }
+    published_gb = {row["model"]: row for row in select(rows, quantity="device memory")}
+    return pivot(
+        [row for row in rows if row["quantity"] in shown],
+        {
+            "model": "{model}",
+            "published, GB": lambda row: paper("{published:.2f}")(published_gb[row["model"]]),
+        },
+        lambda row: shown[row["quantity"]][0],
+        lambda row: shown[row["quantity"]][1].format(**row),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,18 @@ class Plot:
         return figure
 
 
+def loss_curves(document: dict[str, Any]) -> Any:
+    """Draw the loss over the steps of each run, a panel for each dtype of the weights."""
+    points = []
+    for row in document["rows"]:
+        if "curve" in row["detail"]:
+            run, panel = re.split(r", (?=b?float)", row["system"], maxsplit=1)
+            points += [
+                (panel, run, float(step), float(loss)) for step, loss in row["detail"]["curve"]
+            ]
+    return lines(points, "step", "loss")
+
+
 def _numbers(points: Sequence[tuple[str, ...]]) -> list[Line]:
     return [(panel, name, float(x.split()[-1]), float(y)) for panel, name, x, y in points]
 
@@ -122,6 +135,7 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
     axes.set_xticks(
         range(len(groups)),
         [textwrap.fill(group, longest, break_long_words=False) for group in groups],
+        rotation=20 if len(groups) > 8 else 0,
     )
     axes.grid(visible=False, axis="x")
     axes.set_ylabel(y_label)
