@@ -89,7 +89,7 @@ EXPERIMENTS = (
         title="PyAO, Figure 6: time to 256 accumulated micro-batches",
         predict=time_to_target.predict_times,
         miniature=time_to_target.miniature_times,
-        real="`train_opt.py` under `accelerate launch`, on five nodes, prints the time of a step",
+        real="`recipes/train_opt.py` under `accelerate launch`, on five nodes, prints the time of a step",
         plots={
             PREDICT: Plot(
                 y_label=f"s to 256 micro-batches ({COUNTINGS[3].name})",
@@ -141,7 +141,7 @@ EXPERIMENTS = (
         name="communication_grid",
         title="Where a larger micro-batch pays: the communication model",
         predict=scaling.predict_scaling,
-        miniature="commit dca8bb21bb87 fits the model to what local_cluster.py measured",
+        miniature="commit dca8bb21bb87 fits the model to what recipes/local_cluster.py measured",
         real="steps over real links are figure6's",
         plots={
             PREDICT: Plot(
