@@ -89,7 +89,7 @@ EXPERIMENTS = (
         title="PyAO, Figure 6: time to 256 accumulated micro-batches",
         predict=time_to_target.predict_times,
         miniature=time_to_target.miniature_times,
-        real="`recipes/train_opt.py` under `accelerate launch`, on five nodes, prints the time of a step",
+        real="`recipes/train_opt.py` prints the time of a step, on five nodes too",
         plots={
             PREDICT: Plot(
                 y_label=f"s to 256 micro-batches ({COUNTINGS[3].name})",
