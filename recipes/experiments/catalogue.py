@@ -22,6 +22,7 @@ from experiments.systems import MODELS, PYAO_INT8
 
 BENCH = "`pyao bench --model opt:1.3b --dtype float16 --gradients release` measures it"
 SWEEP = "`pyao sweep --model gpt2:... --checkpointing` measures it"
+SMALL_SWEEP = "`pyao sweep --model gpt2:... --checkpointing --device cpu` sweeps small models"
 MICRO_BATCH = "micro-batch"
 OURS_AND_PAPERS = (
     ("{system}", "ours", "{value}"),
@@ -165,17 +166,17 @@ EXPERIMENTS = (
         name="neurocache_table2",
         title="NeuroCache, Table 2: the sweep over k",
         predict=neurocache.predict_table_2,
-        miniature=neurocache.miniature_table_2,
+        miniature=SMALL_SWEEP,
         real=SWEEP,
-        plots={PREDICT: BUDGETS, MINIATURE: BUDGETS},
+        plots={PREDICT: BUDGETS},
     ),
     Experiment(
         name="neurocache_validation",
         title="NeuroCache, the 20-step validation",
         predict=neurocache.predict_validation,
-        miniature=neurocache.miniature_validation,
+        miniature=SMALL_SWEEP,
         real=SWEEP,
-        plots={PREDICT: CONFIGURATIONS, MINIATURE: CONFIGURATIONS},
+        plots={PREDICT: CONFIGURATIONS},
     ),
     Experiment(
         name="megatron_modules",

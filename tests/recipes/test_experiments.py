@@ -134,14 +134,6 @@ def test_smoke_of_a_miniature_counts_what_each_module_lets_go(tmp_path: Path) ->
     assert (tmp_path / "megatron_modules.png").stat().st_size > 5000
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["neurocache_table2", "neurocache_validation"])
-def test_smoke_of_measured_sweeps(name: str, tmp_path: Path) -> None:
-    document = smoke(name, tmp_path, "--miniature", "--no-plots")
-    assert document["are_losses_equal"] and document["are_gradients_equal"]
-    assert {row["mode"] for row in document["rows"]} == {"miniature"}
-
-
 @pytest.mark.parametrize("name", list(run.BY_NAME))
 def test_real_names_what_measures_it_in_one_line(
     name: str, capsys: pytest.CaptureFixture[str]
