@@ -41,7 +41,10 @@ def predict_device(options: Options) -> Result:
                 value=predicted.device_gb,
                 published=published.DEVICE_PEAKS_GB.get(point.key),
                 status=OK if fits else OUT_OF_MEMORY,
-                detail={"tensors_gb": predicted.peak_bytes / 1e9, "step_ms": predicted.step_ms},
+                detail={
+                    "tensors_gb": predicted.peak_bytes / 1e9,
+                    "step_ms": predicted.timed.step_ms,
+                },
             )
         )
     if not options.is_smoke:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from experiments import published
 from experiments.experiment import Options, progress
 from experiments.hiding import at
 from experiments.measured import NOTHING, count_step, size_of
@@ -106,7 +107,7 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
     plain = predictor.program(BASELINE, micro_batch)
     training = FakeTraining(config=predictor.config)
     light = record_step(
-        *(training, micro_batch, predictor.sequence_length),
+        *(training, micro_batch, published.SEQUENCE_LENGTH),
         recompute_modules=LIGHT,
         keep_last_layers=1,
     )
@@ -150,7 +151,7 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
             unit="of the throughput",
             value=1 - first.step_ms / found.step_ms,
             detail={
-                "tokens_per_s": micro_batch * predictor.sequence_length / found.step_ms * 1e3,
+                "tokens_per_s": micro_batch * published.SEQUENCE_LENGTH / found.step_ms * 1e3,
                 "offloaded_gb": found.offloaded_bytes / 1e9,
             },
         )

@@ -79,15 +79,15 @@ def _components(point: Point) -> Iterator[Row]:
     codec_ms = 0.0
     if system.codec != "identity":
         exact = predictor.predicted(PYAO if system.is_selective else OFFLOAD_ALL, point.micro_batch)
-        moved = predicted.offloaded_bytes + exact.offloaded_bytes
+        moved = predicted.timed.offloaded_bytes + exact.timed.offloaded_bytes
         codec_ms = moved / GIB / predictor.hardware.device.memory_gib_per_s * 1e3
     values: dict[str, float | None] = {
-        COMPONENTS[0]: predicted.stall_forward_ms,
+        COMPONENTS[0]: predicted.timed.stall_forward_ms,
         COMPONENTS[1]: codec_ms,
         COMPONENTS[2]: None if _traces(point) else 0.0,
-        COMPONENTS[3]: predicted.stall_backward_ms,
+        COMPONENTS[3]: predicted.timed.stall_backward_ms,
         COMPONENTS[4]: codec_ms,
-        COMPONENTS[5]: predicted.compute_ms - plain.compute_ms,
+        COMPONENTS[5]: predicted.timed.compute_ms - plain.timed.compute_ms,
     }
     for name, value in values.items():
         status = NOT_PREDICTED if value is None else OK
@@ -96,10 +96,10 @@ def _components(point: Point) -> Iterator[Row]:
         **point.common,
         unit="ms",
         quantity="step",
-        value=plain.step_ms + sum(value for value in values.values() if value is not None),
+        value=plain.timed.step_ms + sum(value for value in values.values() if value is not None),
         detail={
             "recomputed": list(predicted.recomputed),
-            "keep_all_ms": plain.step_ms,
+            "keep_all_ms": plain.timed.step_ms,
             "peak_gb": predicted.device_gb,
             "fits": predicted.device_gb * 1e9 <= card_limit_bytes(predictor.hardware),
         },
@@ -111,7 +111,7 @@ def _traces(point: Point) -> bool:
     if not point.system.is_auto:
         return bool(point.predicted.recomputed) and point.system.is_pyao
     kept = point.predictor.predicted(point.system, point.micro_batch, cap_bytes=UNLIMITED_BYTES)
-    return point.predicted.compute_ms > kept.compute_ms
+    return point.predicted.timed.compute_ms > kept.timed.compute_ms
 
 
 STREAMS = (PYAO, PYAO_INT8, PYAO_CHUNKED, OFFLOAD_ALL, CHECKPOINTING, ACCUMULATION)
@@ -121,7 +121,7 @@ def predict_streams(options: Options) -> Result:
     """Predict Table 3: copies on the compute stream, and on one of their own."""
     rows = []
     for point in _points(options, "Table 3", STREAMS):
-        two_ms = point.predicted.step_ms
+        two_ms = point.predicted.timed.step_ms
         one_ms = on_compute_stream_ms(point.predicted, point.predictor.hardware)
         rows.append(
             Row(

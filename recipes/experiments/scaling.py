@@ -78,8 +78,8 @@ def _work(predictor: Predictor, system: System, micro_batch: int) -> Work:
     predicted = predictor.predicted(system, micro_batch)
     return Work(
         gradient_bytes=predictor.gradient_bytes,
-        compute_s=predicted.step_ms / 1e3,
-        host_bytes=2 * predicted.offloaded_bytes + predictor.gradient_bytes,
+        compute_s=predicted.timed.step_ms / 1e3,
+        host_bytes=2 * predicted.timed.offloaded_bytes + predictor.gradient_bytes,
     )
 
 

@@ -83,9 +83,9 @@ def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Itera
         predicted = predictor.predicted(system, micro_batch, PAPER_CAP_BYTES)
         work = Work(
             gradient_bytes=predictor.gradient_bytes,
-            compute_s=predicted.step_ms / 1e3,
+            compute_s=predicted.timed.step_ms / 1e3,
             optimizer_s=share * OPTIMIZER_NS / 1e9,
-            host_bytes=2 * predicted.offloaded_bytes,
+            host_bytes=2 * predicted.timed.offloaded_bytes,
         )
         engine = find_engine(system.engine)
         for counting in COUNTINGS:
