@@ -41,19 +41,15 @@ import torch
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.stores.disk_figures import DiskFigures
 from hf_pyao.engine.stores.disk_store import DiskStore
-from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
 from hf_pyao.plan.predict.disk_demand import DiskDemand, passes_ms
+from memory_limit import RETURNS_MEMORY, resident_bytes_from_here_on, status_bytes
 from result_file import write_result
 
 MIB, GIB = 2**20, 2**30
 SCHEMA_VERSION = 2
 WINDOW_BYTES = 16 * MIB
 LENGTH = 256
-RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""For both processes. Before release 2.38 the C library's heap does not use a freed aligned block
-again for one of the same size (glibc bug 14581), and torch's blocks are aligned: what was let go
-would stay resident. With this, larger blocks go back to the system at once."""
 BYTES_A_TOKEN = 78
 """Bytes that a layer saves, a token and a hidden unit, about: how many tokens make the bytes asked
 for. The rows have what was counted."""
@@ -239,7 +235,7 @@ def _arm(args: argparse.Namespace, hidden_size: int, num_layers: int, *, on_disk
     with attach(model, config) as offloader:
         _step(model, _ids(1, 0)[:, :16])  # gradients, threads and code are there
         store = next((s for s in offloader.link.tiers.stores if isinstance(s, DiskStore)), None)
-        resident_bytes = _resident_bytes()
+        resident_bytes = resident_bytes_from_here_on()
         _step(model, _ids(max(1, batch_size // 4), args.num_steps))
         model.zero_grad(set_to_none=False)
         first = DiskFigures() if store is None else store.figures.copy()
@@ -251,7 +247,7 @@ def _arm(args: argparse.Namespace, hidden_size: int, num_layers: int, *, on_disk
             digest.update(str(loss).encode())
             times_ms = [times_ms[0] + forward_ms, times_ms[1] + backward_ms]
         cpu_ms = (_cpu_ms() - began_ms) / args.num_steps
-        grown_bytes = _resident_peak_bytes() - resident_bytes
+        grown_bytes = status_bytes("VmHWM") - resident_bytes
         figures = DiskFigures() if store is None else store.figures.since(first)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -304,23 +300,6 @@ def _step(model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
     loss.backward()
     end_s = time.perf_counter()
     return loss.item(), 1e3 * (half_s - began_s), 1e3 * (end_s - half_s)
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process, and count the peak from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _resident_peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError(f"/proc/self/status has no {name}: this recipe needs Linux.")
 
 
 def _cpu_ms() -> float:

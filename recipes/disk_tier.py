@@ -34,7 +34,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError
-from memory_limit import cached_bytes, drop_from_cache, limited_to, resident_bytes, run_in
+from memory_limit import cached_bytes, drop_from_cache, limited_to, run_in, status_bytes
 from result_file import write_result
 
 GIB, MIB = 2**30, 2**20
@@ -220,7 +220,8 @@ def steps(args: argparse.Namespace, model: Any, offloader: Any) -> dict[str, Any
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         losses.append(loss.item().hex())
-        memory.append(resident_bytes() | {"read_bytes": _read_bytes(offloader) - before})
+        resident = {name: status_bytes(name) for name in ("RssAnon", "RssFile")}
+        memory.append(resident | {"read_bytes": _read_bytes(offloader) - before})
     digest = hashlib.sha256()
     for parameter in trained.values():
         digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())

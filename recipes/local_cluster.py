@@ -24,7 +24,6 @@ password. No packet leaves the namespaces, and nothing is left of them, however 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
@@ -41,10 +40,10 @@ from cluster.cluster_checks import (
     find_isolation,
     read_launch_options,
 )
-from cluster.cluster_namespaces import parse_delay, parse_rate
-from cluster.cluster_report import Progress, draw_sweep, format_sweep
+from cluster.cluster_namespaces import parse_rate
+from cluster.cluster_report import Progress, format_sweep
 from cluster.cluster_result import ENGINES, ClusterSetup, ClusterSweep, write_sweep
-from cluster.cluster_settings import INTERFACE, Fault, NodeSettings, SupervisorSettings
+from cluster.cluster_settings import Fault, NodeSettings, SupervisorSettings
 from cluster.cluster_sweep import ClusterError, Event, plan_points, run_sweep, write_logs
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES, find_size
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> ClusterSweep:
     settings = _settings(args)
     check_system()
     isolation = find_isolation()
-    check_kernel(isolation, needs_delay=settings.delay_ms is not None)
+    check_kernel(isolation)
     node = settings.node
     progress = Progress(node.points, node.compute_steps)
 
@@ -99,7 +98,6 @@ def run(args: argparse.Namespace) -> ClusterSweep:
         engine=node.engine,
         precision=node.precision,
         rate_mbit=node.rate_mbit,
-        delay_ms=settings.delay_ms,
         model_size=node.model_size,
         block_size=_block_size(node.options),
         target=args.target,
@@ -113,9 +111,6 @@ def run(args: argparse.Namespace) -> ClusterSweep:
     print(format_sweep(sweep))
     if args.result is not None:
         write_sweep(args.result, sweep)
-    if args.plot is not None:
-        draw_sweep(sweep, Path(args.plot))
-        print(f"drawn in {args.plot}")
     return sweep
 
 
@@ -124,8 +119,8 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
     fault = None
     if args.kill_node is not None:
         fault = Fault(node=args.kill_node, step=args.kill_at_step, kind=args.kill_how)
-    check_nodes(args.nodes, args.port, args.interface, fault)
-    rate_mbit, delay_ms = parse_rate(args.rate), parse_delay(args.delay)
+    check_nodes(args.nodes, fault)
+    rate_mbit = parse_rate(args.rate)
     engine = choose_engine(args.engine)
     architectures = list(MODEL_SIZES) if args.model == "all" else [args.model]
     for architecture in architectures:
@@ -147,8 +142,6 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         )
     if (args.resume or args.save_steps) and args.output_dir is None:
         raise ConfigError("--save-steps and --resume need --output-dir, where checkpoints are.")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'hf_pyao[report]'.")
     precision = args.precision or ("fp32" if engine == "ddp" else "bf16")
     node = NodeSettings(
         nodes=args.nodes,
@@ -161,7 +154,6 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         model_size=args.model_size,
         options=args.recipe_options,
         timeout_s=_at_least(5, args, "timeout"),
-        interface=args.interface,
         work_dir="",  # the supervisor's
         output_dir=None if args.output_dir is None else str(Path(args.output_dir).resolve()),
         save_steps=_at_least(0, args, "save_steps"),
@@ -169,8 +161,6 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
     )
     return SupervisorSettings(
         node=node,
-        delay_ms=delay_ms,
-        port=args.port,
         python=sys.executable,
         launch_options=_launch_options(args, engine),
         start_timeout_s=START_TIMEOUT_S,
@@ -237,7 +227,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=int, default=5, help="how many (default: %(default)s)")
     add("--rate", default="50mbit", help="of each link, each way (default: %(default)s)")
-    add("--delay", help="of each link, one way, such as 5ms; needs the kernel's netem")
     add("--engine", choices=ENGINES, help="default: zero2 where DeepSpeed is installed, else ddp")
     add("--precision", choices=("bf16", "fp32"), help="default: bf16, of ddp fp32")
     add("--model", choices=(*MODEL_SIZES, "all"), default="opt", help="default: %(default)s")
@@ -259,7 +248,6 @@ def _parser() -> argparse.ArgumentParser:
         help="do not: the same losses, bit for bit",
     )
     add("--result", metavar="FILE.json", help="write the figures here")
-    add("--plot", metavar="FILE.png", help="draw them here; needs matplotlib")
     add("--output-dir", help="write checkpoints here, a folder for each point")
     add("--save-steps", type=int, default=0, help="one every so many steps (default: none)")
     add("--resume", action="store_true", help="go on from the newest checkpoint of each point")
@@ -270,8 +258,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--kill-how", choices=("kill", "unplug"), default="kill", help=how)
     add("--log-dir", help="write the last lines of the nodes that failed here")
     add("--config", help="accelerate's configuration for the nodes: a file of recipes/configs")
-    add("--port", type=int, default=29500, help="of the first node (default: %(default)s)")
-    add("--interface", default=INTERFACE, help="that gloo uses in a node (default: %(default)s)")
     add("--smoke", action="store_true", help="two nodes, two micro-batches, seconds")
     return parser
 

@@ -16,8 +16,7 @@ def write_result(path: Path | str, *, kind: str, schema_version: int, **content:
         schema_version: of *content*; raised whenever its keys change their meaning.
         **content: rows, and what they depend on; dataclasses are written as dictionaries.
     """
-    # Not at the top: `bench/bench_hooks.py` runs with earlier checkouts too, which have these
-    # elsewhere.
+    # Not at the top: `bench/bench_hooks.py` runs with earlier checkouts too.
     from hf_pyao.plan.documents.provenance import collect_provenance
     from hf_pyao.plan.documents.schema import to_plain
 

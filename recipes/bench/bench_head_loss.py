@@ -1,6 +1,6 @@
-"""Time and peak bytes of the chunked head loss against the model's own, as JSON.
+"""Time and peak bytes of the chunked head loss against the model's own.
 
-    python recipes/bench/bench_head_loss.py --out head_loss_time.json
+    python recipes/bench/bench_head_loss.py --result head_loss_time.json
     python recipes/bench/bench_head_loss.py --smoke
 
 What is timed is forward and backward of a transformers model without layers: final norm, head and
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,49 +22,45 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.board_trial import peak_of_step
+from bench.harness import CLOCKS, parser_of, show, times_in_turns, write
 from hf_pyao.model.head.head_loss import install_head_loss
-from hf_pyao.plan.documents.bench import StepTimes
-from result_file import write_result
 
 SCHEMA_VERSION = 1
 NUM_WARMUP = 1
+COLUMNS = {
+    "vocabulary": "{num_vocab:,}",
+    "tokens": "{num_tokens}",
+    "own, ms": "{own_cpu.median_ms:.1f}",
+    "chunks": "{head_loss_num_chunks:.0f}",
+    "chunked, ms": "{chunked_cpu.median_ms:.1f}",
+    "ratio": "{cpu_time_ratio:.3f}",
+    "own peak, bytes": "{peak_bytes[own]:,}",
+    "chunked peak, bytes": "{peak_bytes[chunked]:,}",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a table, and write JSON if asked."""
-    arguments = _parse(argv)
-    torch.set_num_threads(1)
-    rows = []
-    for num_vocab in arguments.vocab:
-        for num_tokens, budget_mib in zip(arguments.tokens, arguments.budget_mib, strict=True):
-            rows.append(_measure(num_vocab, num_tokens, budget_mib, arguments))
-            _print_row(rows[-1])
-    if arguments.out:
-        write_result(
-            arguments.out,
-            kind="head loss time",
-            schema_version=SCHEMA_VERSION,
-            config={**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
-            rows=rows,
-        )
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--vocab", type=int, nargs="+", default=[50_257, 128_256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 1024])
     parser.add_argument(
         "--budget_mib", type=float, nargs="+", default=[512, 512, 128], help="MiB a chunk, for each"
     )
     parser.add_argument("--hidden", type=int, default=768, help="hidden size")
-    parser.add_argument("--rounds", type=int, default=7, help="timed runs of each way")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--out", help="write JSON here")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.vocab, arguments.tokens, arguments.hidden = [999], [64, 300], 32
         arguments.budget_mib, arguments.rounds = [512, 1], 2
-    return arguments
+    torch.set_num_threads(1)
+    rows = [
+        _measure(num_vocab, num_tokens, budget_mib, arguments)
+        for num_vocab in arguments.vocab
+        for num_tokens, budget_mib in zip(arguments.tokens, arguments.budget_mib, strict=True)
+    ]
+    show(rows, COLUMNS)
+    write(arguments, "head loss time", SCHEMA_VERSION, rows=rows)
 
 
 def _measure(
@@ -78,10 +73,11 @@ def _measure(
     embedded = torch.randn(1, num_tokens, arguments.hidden)
     labels = torch.randint(0, num_vocab, (1, num_tokens))
     ways = {way: partial(_step, model, embedded, labels) for way, model in models.items()}
-    times = _times_in_turns(ways, arguments.rounds)
+    found = times_in_turns(ways, arguments.rounds, NUM_WARMUP)
+    times = {f"{way}_{clock}": found[way][clock] for clock in CLOCKS for way in ways}
     ratios = {
         f"{clock}_time_ratio": times[f"chunked_{clock}"].median_ms / times[f"own_{clock}"].median_ms
-        for clock in ("wall", "cpu")
+        for clock in CLOCKS
     }
     return {
         "num_vocab": num_vocab,
@@ -113,46 +109,9 @@ def _step(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.Tensor)
     model(inputs_embeds=hidden, labels=labels, use_cache=False).loss.backward()
 
 
-def _times_in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, Any]:
-    """Run *ways* in turns; return the times of each, as ``<way>_wall`` and ``<way>_cpu``."""
-    times_ms: dict[str, list[float]] = {f"{way}_{c}": [] for c in ("wall", "cpu") for way in ways}
-    for turn in range(NUM_WARMUP + num_rounds):
-        for way in list(ways) if turn % 2 else reversed(list(ways)):
-            wall_s, cpu_s = time.perf_counter(), time.process_time()
-            ways[way]()
-            times_ms[f"{way}_wall"].append((time.perf_counter() - wall_s) * 1e3)
-            times_ms[f"{way}_cpu"].append((time.process_time() - cpu_s) * 1e3)
-    return {
-        name: StepTimes.of(values[NUM_WARMUP:], NUM_WARMUP) for name, values in times_ms.items()
-    }
-
-
-def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int:
-    """Return the most bytes that one step has allocated at once, by the allocator's own events."""
+def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int | None:
     model.zero_grad()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
-        step()
-    profiler: Any = profile.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    live, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-def _print_row(row: dict[str, Any]) -> None:
-    own, chunked = row["own_cpu"].median_ms, row["chunked_cpu"].median_ms
-    peaks = row["peak_bytes"]
-    print(
-        f"vocabulary {row['num_vocab']:7,} tokens {row['num_tokens']:5}: "
-        f"own {own:9.1f} ms, {row['head_loss_num_chunks']:.0f} chunks {chunked:9.1f} ms "
-        f"(x {row['cpu_time_ratio']:.3f}); peak {peaks['own'] / 2**20:7.1f} MiB, "
-        f"{peaks['chunked'] / 2**20:7.1f} MiB"
-    )
+    return peak_of_step(torch.device("cpu"), step)
 
 
 if __name__ == "__main__":

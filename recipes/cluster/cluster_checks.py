@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cluster_namespaces import find_tool, throw_away, tool_environment
-from cluster.cluster_settings import INTERFACE, Fault
+from cluster.cluster_settings import Fault
 from hf_pyao.errors import ConfigError
 
 MOST_NODES = 64
@@ -57,7 +57,7 @@ def find_isolation() -> str:
     )
 
 
-def check_kernel(isolation: str, *, needs_delay: bool) -> None:
+def check_kernel(isolation: str) -> None:
     """Refuse a kernel that lacks what the network is made of.
 
     Raises:
@@ -72,14 +72,6 @@ def check_kernel(isolation: str, *, needs_delay: bool) -> None:
             "Load the module `sch_tbf`.",
         ),
     ]
-    if needs_delay:
-        tries.append(
-            (
-                "tc's netem, which delays packets",
-                "tc qdisc add dev lo root netem delay 1ms",
-                "Load the module `sch_netem`, or drop --delay.",
-            )
-        )
     for what, command, remedy in tries:
         if (reason := _try_out(isolation, command)) is not None:
             raise ConfigError(f"this kernel has no {what} (`{command}`: {reason}). {remedy}")
@@ -121,7 +113,7 @@ def choose_engine(engine: str | None) -> str:
     return engine
 
 
-def check_nodes(nodes: int, port: int, interface: str, fault: Fault | None) -> None:
+def check_nodes(nodes: int, fault: Fault | None) -> None:
     """Refuse numbers that cannot be.
 
     Raises:
@@ -129,14 +121,6 @@ def check_nodes(nodes: int, port: int, interface: str, fault: Fault | None) -> N
     """
     if not 2 <= nodes <= MOST_NODES:
         raise ConfigError(f"--nodes is {nodes}; expected 2 to {MOST_NODES}.")
-    if not 1024 <= port <= 65535:
-        raise ConfigError(f"--port is {port}; expected 1024 to 65535.")
-    if interface != INTERFACE:
-        hint = "lo reaches the node itself alone. " if interface == "lo" else ""
-        raise ConfigError(
-            f"--interface is {interface!r}, and the interface that joins a node to the others is "
-            f"{INTERFACE!r}. {hint}Give --interface {INTERFACE}, or drop it."
-        )
     if fault is not None and not 0 <= fault.node < nodes:
         raise ConfigError(f"--kill-node is {fault.node}; the nodes are 0 to {nodes - 1}.")
     if fault is not None and fault.step < 1:

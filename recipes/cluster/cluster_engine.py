@@ -150,8 +150,6 @@ def check_engine(settings: NodeSettings, point: PointPlan, trainer: Any) -> None
             found["stage"] = engine.zero_optimization_stage()
             found["micro-batch"] = engine.train_micro_batch_size_per_gpu()
             found["accumulation"] = engine.gradient_accumulation_steps()
-    elif settings.nodes == 1:
-        expected |= {"distributed type": "NO", "engine": type(trainer.model).__name__}
     if found != expected:
         raise ConfigError(
             f"the nodes would not train as asked: found {found}; expected {expected}. Options "

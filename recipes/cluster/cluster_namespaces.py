@@ -41,23 +41,6 @@ def parse_rate(text: str) -> float:
     return rate_mbit
 
 
-def parse_delay(text: str | None) -> float | None:
-    """Return a delay such as ``5ms`` in milliseconds; None for none.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
-    delay_ms = 0.0 if match is None else float(match[1]) * {"us": 1e-3, "ms": 1, "s": 1e3}[match[2]]
-    if not 0 < delay_ms <= 1000:
-        raise ConfigError(
-            f"--delay is {text!r}; expected more than 0 and at most 1s, such as 500us or 5ms."
-        )
-    return delay_ms
-
-
 def throw_away(isolation: str) -> list[str]:
     """Return what to put before a command so that it runs in namespaces that end with it.
 
@@ -129,24 +112,17 @@ def address(node: int) -> str:
     return ADDRESS.format(10 + node)
 
 
-def shaping_commands(nodes: int, rate_mbit: float, delay_ms: float | None) -> list[list[str]]:
-    """Return the commands that give each link its rate, each way, and its delay.
+def shaping_commands(nodes: int, rate_mbit: float) -> list[list[str]]:
+    """Return the commands that give each link its rate, each way.
 
     A node sends at the rate, and the bridge sends to it at the rate: a port of a full-duplex
     switch.
     """
     commands = []
     for node in range(nodes):
-        own = ["tc", "qdisc", "replace", "dev", INTERFACE]
-        if delay_ms is None:
-            commands.append(in_node(node, *own, "root", *_token_bucket(rate_mbit)))
-        else:
-            # `limit` holds what is on its way at any rate up to 1 Gbit/s and 100 ms.
-            delay = ("netem", "delay", f"{delay_ms:g}ms", "limit", "10000")
-            commands.append(in_node(node, *own, "root", "handle", "1:", *delay))
-            commands.append(in_node(node, *own, "parent", "1:1", *_token_bucket(rate_mbit)))
-        port = f"port{node}"
-        commands.append(["tc", "qdisc", "replace", "dev", port, "root", *_token_bucket(rate_mbit)])
+        bucket = ("root", *_token_bucket(rate_mbit))
+        commands.append(in_node(node, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket))
+        commands.append(["tc", "qdisc", "replace", "dev", f"port{node}", *bucket])
     return commands
 
 

@@ -34,8 +34,15 @@ from cluster.cluster_engine import (
     limit_waiting,
     time_collectives,
 )
-from cluster.cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan, links_reply
-from cluster.cluster_volume import bytes_per_step, gradient_bytes, link_seconds
+from cluster.cluster_settings import (
+    EVENT_PREFIX,
+    INTERFACE,
+    NodeSettings,
+    PointPlan,
+    links_reply,
+)
+from cluster.cluster_volume import gradient_bytes, link_seconds
+from experiments.communication import find_engine, sent_bytes
 from hf_pyao import PyAOTrainer
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.files import read_json_object
@@ -125,7 +132,7 @@ class _Sweep:
         trainer.train(resume_from_checkpoint=checkpoint if is_shaped else None)
         moved = trainer.offload_metrics.get("offloaded_bytes", 0)
         emit("trained", point=index, is_shaped=is_shaped, offloaded_bytes=moved)
-        if not is_shaped and settings.nodes > 1:
+        if not is_shaped:
             repeats = settings.compute_steps
             emit(
                 "collectives",
@@ -148,7 +155,7 @@ class _Sweep:
 
     def set_links(self, *, is_shaped: bool) -> None:
         """Have the supervisor give the links their rate, or take it off; wait until it has."""
-        if self.settings.nodes == 1 or is_shaped == self._is_shaped:
+        if is_shaped == self._is_shaped:
             return
         if dist.is_initialized():
             dist.barrier()
@@ -213,7 +220,7 @@ class StepObserver(TrainerCallback):
 
     def _mark(self) -> None:
         self._start_s = time.perf_counter()
-        self._received, self._sent = interface_bytes(self._settings.interface)
+        self._received, self._sent = interface_bytes(INTERFACE)
 
 
 def interface_bytes(interface: str, path: str = "/proc/self/net/dev") -> tuple[int, int]:
@@ -257,9 +264,7 @@ def _rank() -> int:
 
 def _check_timeout(settings: NodeSettings, num_parameters: int) -> None:
     one = gradient_bytes(settings.engine, settings.precision, num_parameters)
-    num_bytes = bytes_per_step(
-        "ddp", nodes=settings.nodes, gradient_accumulation=1, gradient_bytes=one
-    )
+    num_bytes = sent_bytes(find_engine("ddp"), settings.nodes, one)
     needed_s = link_seconds(num_bytes, settings.rate_mbit)
     if needed_s > 0.5 * settings.timeout_s:
         raise ConfigError(

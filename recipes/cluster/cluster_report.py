@@ -1,10 +1,9 @@
-"""A sweep for a reader: a table in plain text, a plot, and progress while it runs."""
+"""A sweep for a reader: a table in plain text, and progress while it runs."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -56,11 +55,10 @@ class Progress:
 
 def describe(setup: ClusterSetup) -> str:
     """Say in two lines what was run."""
-    delay = "" if setup.delay_ms is None else f", {setup.delay_ms:g} ms of delay"
     offload = "hf_pyao attached" if setup.activation_offload else "without hf_pyao"
     over = "over all nodes" if setup.target_over == "all" else "on each node"
     return (
-        f"{setup.nodes} nodes at {setup.rate_mbit:g} Mbit/s{delay}: {setup.engine} in "
+        f"{setup.nodes} nodes at {setup.rate_mbit:g} Mbit/s: {setup.engine} in "
         f"{setup.precision}, gloo, {offload}\n"
         f"target: {setup.target} accumulated samples {over}; {setup.model_size} models, "
         f"{setup.block_size} tokens in a sample"
@@ -130,38 +128,3 @@ def _median(values: list[float | None]) -> float | None:
 def _row(cells: tuple[str, ...]) -> str:
     first, *others = zip(cells, _WIDTHS, strict=True)
     return f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in others)
-
-
-def draw_sweep(sweep: ClusterSweep, path: Path) -> None:
-    """Draw the seconds to the target against the micro-batch; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    curves: defaultdict[str, list[tuple[int, float, float | None]]] = defaultdict(list)
-    for (architecture, micro_batch, _), runs in by_micro_batch(sweep).items():
-        target_s = _median([run.target_s for run in runs])
-        step_s = _median([predicted_step_s(sweep.setup, run) for run in runs])
-        if target_s is not None:
-            predicted_s = None if step_s is None else runs[0].rounds * step_s
-            curves[architecture].append((micro_batch, target_s, predicted_s))
-    for architecture, rows in curves.items():
-        micro_batches = [row[0] for row in rows]
-        (line,) = axes.plot(micro_batches, [row[1] for row in rows], "o-", label=architecture)
-        predicted = [(row[0], row[2]) for row in rows if row[2] is not None]
-        if predicted:
-            axes.plot(*zip(*predicted, strict=True), "x--", color=line.get_color(), alpha=0.7)
-    axes.plot([], [], "x--", color="gray", label="rounds x predicted step")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({p.micro_batch for p in sweep.points}))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("micro-batch of one node")
-    axes.set_ylabel("seconds to the target")
-    axes.set_title(describe(sweep.setup), fontsize=8)
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

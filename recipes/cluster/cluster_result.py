@@ -9,9 +9,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_pyao.errors import ConfigError
-from hf_pyao.files import read_json_object
-from hf_pyao.plan.documents.schema import read_fields
 from result_file import write_result
 
 KIND = "local_cluster"
@@ -33,8 +30,6 @@ class ClusterSetup:
     """``bf16`` or ``fp32``: of the weights under DeepSpeed, of autocast under DDP."""
     rate_mbit: float
     """Rate of each link, each way, in 10**6 bits per second, Ethernet headers included."""
-    delay_ms: float | None
-    """One-way delay added to each link; None: none was added."""
     model_size: str
     """A name of ``hf_pyao/tools/estimate/model_sizes.py``."""
     block_size: int
@@ -86,7 +81,8 @@ class ClusterPoint:
     rx_bytes_per_step: list[float]
     """Bytes that each node received, likewise."""
     expected_bytes_per_step: float
-    """What the engine's collectives send from one node, headers apart (``cluster_volume.py``)."""
+    """What the engine's collectives send from one node, headers apart; see
+    ``../experiments/communication.py``."""
     losses: list[float]
     """Training loss of each optimizer step, mean over the nodes."""
     losses_by_node: list[list[float]]
@@ -124,26 +120,3 @@ def write_sweep(path: Path | str, sweep: ClusterSweep) -> None:
         setup=sweep.setup,
         points=sweep.points,
     )
-
-
-def read_sweep(path: Path | str) -> ClusterSweep:
-    """Read what :func:`write_sweep` wrote.
-
-    Raises:
-        ConfigError: the file is missing, or holds something else.
-        ReportError: a key is missing, unknown, or of another type.
-    """
-    document = read_json_object(
-        path,
-        ConfigError,
-        what="the sweep",
-        expected="recipes/local_cluster.py --result writes one.",
-    )
-    found = (document.get("kind"), document.get("schema_version"))
-    if found != (KIND, SCHEMA_VERSION):
-        raise ConfigError(
-            f"{str(path)!r} holds {found[0]!r}, version {found[1]!r}; expected {KIND!r}, version "
-            f"{SCHEMA_VERSION}, which recipes/local_cluster.py --result writes."
-        )
-    content = {name: document.get(name) for name in ("setup", "points")}
-    return read_fields(ClusterSweep, content, str(path))

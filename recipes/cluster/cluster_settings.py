@@ -17,6 +17,9 @@ ADDRESS = "10.77.0.{}"
 INTERFACE = "eth0"
 """A node's only interface beside its loopback."""
 
+PORT = 29500
+"""Of the first node, in a network of its own."""
+
 RECIPE_OPTIONS = (
     *("--block_size", "32", "--vocab_size", "512", "--max_text_mib", "0.5"),
     *("--max_eval_blocks", "1", "--eval_on_start", "false", "--logging_strategy", "no"),
@@ -73,8 +76,6 @@ class NodeSettings:
     """Further options of the training recipe."""
     timeout_s: float
     """Longest that one collective may take."""
-    interface: str
-    """Whose bytes are counted; empty for one process without a network."""
     work_dir: str
     """Where nodes and supervisor leave each other files."""
     output_dir: str | None
@@ -101,8 +102,6 @@ class SupervisorSettings:
     """What the process that makes the namespaces does."""
 
     node: NodeSettings
-    delay_ms: float | None
-    port: int
     python: str
     """The interpreter of the nodes."""
     launch_options: list[str]

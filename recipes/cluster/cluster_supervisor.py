@@ -35,7 +35,13 @@ from cluster.cluster_namespaces import (
     unplug_node,
     unshaping_commands,
 )
-from cluster.cluster_settings import EVENT_PREFIX, SupervisorSettings, links_reply
+from cluster.cluster_settings import (
+    EVENT_PREFIX,
+    INTERFACE,
+    PORT,
+    SupervisorSettings,
+    links_reply,
+)
 from hf_pyao.errors import PyAOError
 from hf_pyao.plan.documents.schema import read_fields
 
@@ -138,19 +144,18 @@ class Supervisor:
             *(self.settings.python, "-m", "accelerate.commands.launch"),
             *self.settings.launch_options,
             *("--machine_rank", str(node)),
-            *("--main_process_ip", address(0), "--main_process_port", str(self.settings.port)),
+            *("--main_process_ip", address(0), "--main_process_port", str(PORT)),
             *(str(_RECIPES / "cluster" / "cluster_node.py"), str(path)),
         ]
 
     def _environment(self) -> dict[str, str]:
-        interface = self.settings.node.interface
         paths = [str(_RECIPES.parent), str(_RECIPES), os.environ.get("PYTHONPATH", "")]
         return {
             **tool_environment(),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             # The host's name leads to 127.0.0.1 in every node: without this, gloo waits for ever.
-            "GLOO_SOCKET_IFNAME": interface,
-            "TP_SOCKET_IFNAME": interface,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
@@ -211,7 +216,7 @@ class Supervisor:
     def _set_links(self, is_shaped: bool) -> None:
         settings, num_nodes = self.settings, len(self.nodes)
         if is_shaped:
-            run_tools(shaping_commands(num_nodes, settings.node.rate_mbit, settings.delay_ms))
+            run_tools(shaping_commands(num_nodes, settings.node.rate_mbit))
         else:
             run_tools(unshaping_commands(num_nodes))
 

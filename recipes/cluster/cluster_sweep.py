@@ -17,7 +17,8 @@ from typing import Any
 from cluster.cluster_namespaces import throw_away, tool_environment
 from cluster.cluster_result import ClusterPoint
 from cluster.cluster_settings import NodeSettings, PointPlan, SupervisorSettings
-from cluster.cluster_volume import bytes_per_step, gradient_bytes
+from cluster.cluster_volume import gradient_bytes
+from experiments.communication import find_engine, sent_bytes
 from hf_pyao.errors import PyAOError
 
 Event = dict[str, Any]
@@ -202,11 +203,8 @@ class Gathered:
             collectives_s=self._collectives_s.get(index),
             tx_bytes_per_step=[_mean_of(steps, "tx_bytes") for steps in by_node],
             rx_bytes_per_step=[_mean_of(steps, "rx_bytes") for steps in by_node],
-            expected_bytes_per_step=bytes_per_step(
-                settings.engine,
-                nodes=settings.nodes,
-                gradient_accumulation=plan.gradient_accumulation,
-                gradient_bytes=one,
+            expected_bytes_per_step=sent_bytes(
+                find_engine(settings.engine), settings.nodes, one, plan.gradient_accumulation
             ),
             losses=[fmean(step) for step in zip(*losses, strict=True)],
             losses_by_node=losses,

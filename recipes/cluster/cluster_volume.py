@@ -1,41 +1,14 @@
-"""How many bytes an engine's collectives move in one step: counted on paper, checked on the wire.
+"""Bytes of a gradient as an engine sends it, and how long a shaped link takes for bytes.
 
-Per optimizer step each of N nodes sends ``c * (N - 1) / N * B`` bytes; B is one whole gradient:
-
-- ``ddp``: one all-reduce of the gradient, c = 2, over however many micro-steps it was accumulated;
-- ``zero1``: the same, and the all-gather of the updated weights, c = 3;
-- ``zero2``: gradients are split over the nodes, so that each micro-step has to reduce its own:
-  DeepSpeed does so by an all-reduce, c = 2 for each micro-step, and 1 for the all-gather.
+How often they are sent is in the note of ``../experiments/communication.py``.
 """
 
 from __future__ import annotations
-
-from hf_pyao.errors import unknown_name
 
 TCP_EFFICIENCY = 1448 / 1514
 """Payload of a full Ethernet frame (TCP over IPv4 with timestamps) by its bytes on a shaped link.
 
 ``tc`` counts the frame's header but neither preamble nor gap; on a real wire it is 1448 / 1538."""
-
-
-def volume_coefficient(engine: str, gradient_accumulation: int) -> int:
-    """Return c above: gradients that one optimizer step moves, in units of (N - 1) / N * B.
-
-    Raises:
-        ConfigError: there is no such engine.
-    """
-    coefficients = {"ddp": 2, "zero1": 3, "zero2": 2 * gradient_accumulation + 1}
-    if engine not in coefficients:
-        raise unknown_name("--engine", engine, coefficients)
-    return coefficients[engine]
-
-
-def bytes_per_step(
-    engine: str, *, nodes: int, gradient_accumulation: int, gradient_bytes: float
-) -> float:
-    """Return the payload bytes that each node sends in one optimizer step."""
-    share = (nodes - 1) / nodes
-    return volume_coefficient(engine, gradient_accumulation) * share * gradient_bytes
 
 
 def gradient_bytes(engine: str, precision: str, num_parameters: int) -> int:

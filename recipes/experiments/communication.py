@@ -19,8 +19,8 @@ zero3      3 gas        two gathers and a reduction at every micro-batch
 So accumulation does not amortise what ZeRO-2 and ZeRO-3 send, and a larger micro-batch does; under
 DDP and ZeRO-1 plain accumulation sends as little as one large micro-batch.
 
-What the model leaves out: overlap of communication with backward (set ``overlap``), contention in
-switches, trees instead of rings, and packets that are lost.
+What the model leaves out: overlap of communication with backward, contention in switches,
+trees instead of rings, and packets that are lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from types import MappingProxyType
 
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import unknown_name
 
 WIRE_EFFICIENCY = 0.941
 """Payload of TCP over Ethernet with frames of 1500 bytes: 1448 of 1538 on the wire."""
@@ -50,8 +50,6 @@ class Engine:
 
     def passes(self, gas: int) -> float:
         """Return c, for *gas* micro-batches an optimizer step."""
-        if gas < 1:
-            raise ConfigError(f"gas is {gas}; expected 1 micro-batch or more in a step.")
         return self.per_micro_step * gas + self.per_step
 
     @property
@@ -108,28 +106,6 @@ class Cluster:
     host_gb_per_s: float = math.inf
     """Host memory's bandwidth, which activations and gradients share (PyAO paper, section 8.2);
     1e9 bytes a second."""
-    overlap: float = 0.0
-    """Share of communication that passes under compute; 0: none."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one is out of range.
-        """
-        if self.num_nodes < 1:
-            raise ConfigError(f"num_nodes is {self.num_nodes}; expected 1 or more.")
-        for name in ("link_gbit_per_s", "host_gb_per_s", "bucket_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0.")
-        for name in ("efficiency", "slowest_link", "slowest_device"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected above 0, at most 1.")
-        for name in ("latency_us", "jitter"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 or more.")
-        if not 0 <= self.overlap <= 1:
-            raise ConfigError(f"overlap is {self.overlap}; expected 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,20 +132,12 @@ class StepTime:
     waiting_s: float
     """For the slowest of the nodes, beyond an average one's compute."""
     communication_s: float
-    """What is not hidden."""
     optimizer_s: float
-    sent_bytes: float
-    """By each node."""
 
     @property
     def step_s(self) -> float:
         """All of it."""
         return self.compute_s + self.waiting_s + self.communication_s + self.optimizer_s
-
-    @property
-    def communication_share(self) -> float:
-        """Of the step."""
-        return self.communication_s / self.step_s if self.step_s else 0.0
 
 
 def sent_bytes(engine: Engine, num_nodes: int, gradient_bytes: float, gas: int = 1) -> float:
@@ -179,24 +147,21 @@ def sent_bytes(engine: Engine, num_nodes: int, gradient_bytes: float, gas: int =
 
 def step_time(engine: Engine, cluster: Cluster, work: Work) -> StepTime:
     """Return what a step takes."""
-    num_bytes = sent_bytes(engine, cluster.num_nodes, work.gradient_bytes, work.gas)
-    communication_s = _wire_s(engine, cluster, work, num_bytes)
     micro_s = max(work.compute_s, work.host_bytes / (cluster.host_gb_per_s * 1e9))
     compute_s = work.gas * micro_s
     slowest_s = compute_s / cluster.slowest_device + _straggling_s(engine, cluster, work, micro_s)
-    hidden_s = min(cluster.overlap * communication_s, slowest_s)
     return StepTime(
         compute_s=compute_s,
         waiting_s=slowest_s - compute_s,
-        communication_s=communication_s - hidden_s,
+        communication_s=_wire_s(engine, cluster, work),
         optimizer_s=work.optimizer_s,
-        sent_bytes=num_bytes,
     )
 
 
-def _wire_s(engine: Engine, cluster: Cluster, work: Work, num_bytes: float) -> float:
+def _wire_s(engine: Engine, cluster: Cluster, work: Work) -> float:
     if cluster.num_nodes == 1:
         return 0.0
+    num_bytes = sent_bytes(engine, cluster.num_nodes, work.gradient_bytes, work.gas)
     bytes_per_s = cluster.link_gbit_per_s * 1e9 / 8 * cluster.efficiency * cluster.slowest_link
     buckets = 1 if math.isinf(cluster.bucket_bytes) else work.gradient_bytes / cluster.bucket_bytes
     messages = engine.passes(work.gas) * (cluster.num_nodes - 1) * max(1, math.ceil(buckets))
@@ -241,8 +206,6 @@ COUNTINGS = (
 
 def num_rounds(target: int, micro_batch: int, num_nodes: int, counting: Counting) -> int:
     """Return how many micro-batches each node runs until *target* samples are reached."""
-    if target < 1 or micro_batch < 1:
-        raise ConfigError(f"target {target}, micro-batch {micro_batch}: expected 1 or more.")
     at_once = micro_batch * (num_nodes if counting.counts_all_nodes else 1)
     return -(-target // at_once)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.page import source
+from experiments.plots import Plot
 from experiments.rows import MINIATURE, PREDICT, REAL, Result
-from hf_pyao.errors import ConfigError
 
 Item = TypeVar("Item")
 
@@ -27,15 +26,11 @@ class Options:
 
 
 Mode = Callable[[Options], Result]
-Part = Callable[[dict[str, Any]], list[str]]
-"""Writes what the page says of a result file, block by block."""
-Plot = Callable[[dict[str, Any]], Any]
-"""Makes a matplotlib figure of a result file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One of a paper's figures or tables."""
+    """One of a paper's figures or tables; ``page.md`` has what the page says of it."""
 
     name: str
     """For the command line, and of its files."""
@@ -43,26 +38,16 @@ class Experiment:
     """Heading of its part of the page."""
     predict: Mode
     miniature: Mode | str
-    """A text says why there is none; the same in ``real``."""
-    real: Mode | str
-    parts: Mapping[str, Part]
-    """Mode -> what the page says of its result file; in the page's order."""
-    introduction: str = ""
-    plot: Plot | None = None
+    """A text says why there is none."""
+    real: str
+    """What measures it on an accelerator."""
+    plots: Mapping[str, Plot | Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
+    """Mode -> what is drawn of its result file; a function returns the figure."""
 
     @property
     def modes(self) -> dict[str, Mode | str]:
         """What is run in each mode, or why nothing is."""
         return {PREDICT: self.predict, MINIATURE: self.miniature, REAL: self.real}
-
-    def section(self, read: Callable[[str], dict[str, Any] | None]) -> str:
-        """Return its part of the page; *read* returns a mode's result file, None without one."""
-        blocks = [f"## {self.title}", self.introduction]
-        for mode, part in self.parts.items():
-            document = read(mode)
-            if document is not None:
-                blocks += [*part(document), source(document)]
-        return "\n\n".join(filter(None, blocks))
 
 
 def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
@@ -71,15 +56,3 @@ def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
 
     bar: Iterable[Item] = tqdm(list(items), desc=what, leave=False, disable=None)
     return bar
-
-
-def need_accelerator(what: str) -> None:
-    """Refuse to go on without an accelerator.
-
-    Raises:
-        ConfigError: torch finds none; says what *what* would need.
-    """
-    import torch
-
-    if not torch.accelerator.is_available():
-        raise ConfigError(f"--real needs {what}, and torch finds no accelerator here.")

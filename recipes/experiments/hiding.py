@@ -105,20 +105,16 @@ def _inequality(
             detail={"layer_mb": num_bytes / 1e6, "layer_forward_ms": forward_ms},
         )
     for link, gb_per_s in LINKS_GB_PER_S.items():
-        linked = hardware.with_link(gb_per_s * 1e9 / GIB)
-        found = at(program, linked, True)
+        speed = gb_per_s * 1e9 / GIB
+        found = at(program, hardware.with_link(speed), True)
+        guide_ms = overlapped_ms(plain.compute_ms, 2 * found.offloaded_bytes, speed)
         yield Row(
             **common,
             system=f"{card}, identity",
             quantity=f"step with {link} over keeping all",
             unit="x",
             value=found.step_ms / plain.compute_ms,
-            detail={
-                "guide": overlapped_ms(
-                    plain.compute_ms, 2 * found.offloaded_bytes, gb_per_s * 1e9 / GIB
-                )
-                / plain.compute_ms
-            },
+            detail={"guide": guide_ms / plain.compute_ms, "link_gb_per_s": gb_per_s},
         )
     checkpointed = at(predictor.program(CHECKPOINTING, MICRO_BATCH), hardware, False)
     yield Row(

@@ -1,15 +1,19 @@
-"""Small models that run here, and the bench harness on an accelerator: rows that were measured."""
+"""Small models that run on a CPU: what a real step holds and moves, counted."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from experiments.experiment import Mode, Options, need_accelerator, progress
+import torch
+
+from experiments.experiment import Options, progress
 from experiments.published import NUM_NODES
-from experiments.rows import OK, Result, Row
-from experiments.systems import ACCUMULATION, GIVEN, MODELS, SYSTEMS, System
+from experiments.rows import Result, Row
+from experiments.systems import ACCUMULATION, GIVEN, System
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.tools.estimate.fake_step import build_model
+from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 
 MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -17,26 +21,8 @@ COUNTED = (
     "small models in float32 on a CPU: bytes are exact, and no device memory is measured",
     "policy 'all' in the place of 'pyao': the rule has no device to time",
 )
-MEASURED = (
-    "one device, one process: gradients are let go as they are complete, and AdamW is left out"
-)
 NOTHING = {"policy": "budget", "budget": 0}
 """Settings with which nothing leaves, and all is counted."""
-
-
-def held_after_forward(
-    architecture: str, system: System, micro_batch: int, size: str = MINIATURE_SIZE
-) -> dict[str, float]:
-    """Run one real step of *system* on the CPU, see :func:`count_step`.
-
-    PyAO's rule has no device to time here: everything leaves that can (policy "all").
-    """
-    settings: dict[str, Any] = dict(NOTHING)
-    if system.is_pyao:
-        settings = {**system.settings, "policy": "all"}
-    elif system.head_loss != "off":
-        settings["head_loss"] = system.head_loss
-    return count_step(architecture, settings, micro_batch, size, checkpointing=system.checkpointing)
 
 
 def count_step(
@@ -52,11 +38,6 @@ def count_step(
     Returns:
         The engine's counters of bytes, and its times.
     """
-    import torch
-
-    from hf_pyao.attachment import attach
-    from hf_pyao.config import PyAOConfig
-
     model = _small_model(architecture, size, checkpointing=checkpointing)
     ids = torch.randint(0, MINIATURE_VOCABULARY, (micro_batch, MINIATURE_LENGTH))
     with attach(model, PyAOConfig(**settings, min_bytes=0)) as offloader:
@@ -65,14 +46,8 @@ def count_step(
 
 
 def _small_model(architecture: str, size: str, *, checkpointing: bool = False) -> Any:
-    import torch
-
-    from hf_pyao.tools.estimate.fake_step import build_model
-    from hf_pyao.tools.estimate.model_sizes import build_config, find_size
-
-    config = build_config(
-        architecture, find_size(architecture, size), vocab_size=MINIATURE_VOCABULARY
-    )
+    shape = find_size(architecture, size)
+    config = build_config(architecture, shape, vocab_size=MINIATURE_VOCABULARY)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, None)
     config.use_cache = False
@@ -80,22 +55,38 @@ def _small_model(architecture: str, size: str, *, checkpointing: bool = False) -
     return build_model(config, checkpointing=checkpointing, dtype="float32")
 
 
-def optimizer_bytes(architecture: str, size: str, num_nodes: int) -> tuple[int, int]:
-    """Take a step of torch's AdamW with one node's share of the parameters, as ZeRO cuts them.
+def _settings(system: System) -> dict[str, Any]:
+    """Return its settings. PyAO's rule has no device to time here: all leaves that can."""
+    if system.is_pyao:
+        return {**system.settings, "policy": "all"}
+    return NOTHING if system.head_loss == "off" else {**NOTHING, "head_loss": system.head_loss}
 
-    Returns:
-        Bytes of the share's float32 weights, and of what the optimizer holds for them.
-    """
-    import torch
 
-    parameters = [p.detach().flatten() for p in _small_model(architecture, size).parameters()]
-    flat = torch.cat(parameters)
-    share = flat[: -(-flat.numel() // num_nodes)].float().clone().requires_grad_()
-    share.grad = torch.zeros_like(share)
-    optimizer = torch.optim.AdamW([share])
-    optimizer.step()
-    states = [value for value in optimizer.state[share].values() if torch.is_tensor(value)]
-    return share.nbytes, sum(value.nbytes for value in states)
+def _counted(options: Options) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
+    """Yield each model, what its rows have in common, and what was counted of a step."""
+    size = size_of(options)
+    for model in options.models:
+        for system in progress(GIVEN, model):
+            if system is ACCUMULATION:  # its gradients differ; what is counted does not
+                continue
+            for micro_batch in MICRO_BATCHES[:2] if options.is_smoke else MICRO_BATCHES:
+                common = {
+                    "model": f"{model}:{size}",
+                    "system": system.name,
+                    "micro_batch": micro_batch,
+                    "unit": "MB",
+                }
+                again = system.checkpointing
+                yield (
+                    model,
+                    common,
+                    count_step(model, _settings(system), micro_batch, size, checkpointing=again),
+                )
+
+
+def size_of(options: Options) -> str:
+    """Return the size of the models that run."""
+    return "micro" if options.is_smoke else MINIATURE_SIZE
 
 
 def count_held(options: Options) -> Result:
@@ -118,8 +109,7 @@ def count_held(options: Options) -> Result:
 
 def count_host(options: Options) -> Result:
     """Count what a node's host holds for a step, by component."""
-    size = _size(options)
-    optimizer = {model: optimizer_bytes(model, size, NUM_NODES) for model in options.models}
+    optimizer = {model: _optimizer_bytes(model, size_of(options)) for model in options.models}
     rows = []
     for model, common, counted in _counted(options):
         weights, states = optimizer[model]
@@ -141,107 +131,13 @@ def count_host(options: Options) -> Result:
     )
 
 
-def _size(options: Options) -> str:
-    return "micro" if options.is_smoke else MINIATURE_SIZE
-
-
-def _counted(options: Options) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
-    """Yield each model, what its rows have in common, and what was counted of a step."""
-    size = _size(options)
-    for model in options.models:
-        for system in progress(GIVEN, model):
-            if system is ACCUMULATION:  # its gradients differ; what is counted does not
-                continue
-            for micro_batch in MICRO_BATCHES[:2] if options.is_smoke else MICRO_BATCHES:
-                common = {
-                    "model": f"{model}:{size}",
-                    "system": system.name,
-                    "micro_batch": micro_batch,
-                    "unit": "MB",
-                }
-                yield model, common, held_after_forward(model, system, micro_batch, size)
-
-
-def benched(
-    micro_batches: Sequence[int],
-    methods: Mapping[str, str],
-    assumptions: Sequence[str] = (MEASURED,),
-) -> Mode:
-    """Return a mode that measures peaks and times on the accelerator that is here.
-
-    Args:
-        micro_batches: which.
-        methods: name of the system -> method of ``pyao bench``.
-        assumptions: of the result.
-    """
-
-    def run(options: Options) -> Result:
-        need_accelerator("an accelerator with its driver and torch built for it")
-        rows = list(_bench_rows(options, micro_batches, methods))
-        return Result(rows=rows, assumptions=assumptions)
-
-    return run
-
-
-def _bench_rows(
-    options: Options, micro_batches: Sequence[int], methods: Mapping[str, str]
-) -> Iterator[Row]:
-    from hf_pyao.tools.bench.harness import run_bench
-    from hf_pyao.tools.bench.setup import BenchSetup, Trial
-    from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
-    from hf_pyao.tools.estimate.model_specs import parse_model
-
-    for model in options.models:
-        setup = BenchSetup(
-            model=parse_model(f"{model}:{PAPER_SIZES[model]}"),
-            dtype="float16",
-            gradients="release",  # as under ZeRO-2 a gradient leaves when it is complete
-        )
-        trials = [
-            Trial(method=method, micro_batch=micro_batch)
-            for micro_batch in micro_batches
-            for method in methods.values()
-        ]
-        report = run_bench(setup, trials, progress=print)
-        names = {method: name for name, method in methods.items()}
-        for row in report.rows:
-            common: dict[str, Any] = {
-                "model": MODELS[model],
-                "system": names[row.method],
-                "micro_batch": row.micro_batch,
-                "status": OK if row.status == OK else row.status,
-                "note": row.reason,
-                "detail": {"metrics": row.metrics, "device": report.device.get("name")},
-            }
-            peak, step = row.peak_allocated_bytes, row.step
-            yield Row(
-                **common,
-                quantity="peak device memory",
-                unit="GB",
-                value=None if peak is None else peak / 1e9,
-            )
-            yield Row(
-                **common,
-                quantity="step",
-                unit="ms",
-                value=None if step is None else step.median_ms,
-            )
-
-
-def method_of(system: System) -> str:
-    """Return the method of ``pyao bench`` for *system* on one device."""
-    if system.settings or system.head_loss != "off":
-        settings = system.settings or {"policy": "off", "head_loss": system.head_loss}
-        if system.settings:
-            settings["profile_steps"] = 1
-        given = "pyao:" + ",".join(
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in settings.items()
-        )
-        return f"checkpoint+{given}" if system.checkpointing else given
-    return "checkpoint" if system.checkpointing else "none"
-
-
-def methods_of_all() -> dict[str, str]:
-    """Return the methods of all systems that one device can tell apart."""
-    return {system.name: method_of(system) for system in SYSTEMS if system is not ACCUMULATION}
+def _optimizer_bytes(architecture: str, size: str) -> tuple[int, int]:
+    """Return bytes of one node's share of the weights, and of what torch's AdamW holds for it."""
+    parameters = [p.detach().flatten() for p in _small_model(architecture, size).parameters()]
+    flat = torch.cat(parameters)
+    share = flat[: -(-flat.numel() // NUM_NODES)].float().clone().requires_grad_()
+    share.grad = torch.zeros_like(share)
+    optimizer = torch.optim.AdamW([share])
+    optimizer.step()
+    states = [value for value in optimizer.state[share].values() if torch.is_tensor(value)]
+    return share.nbytes, sum(value.nbytes for value in states)

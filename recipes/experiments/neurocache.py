@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import published
-from experiments.experiment import Mode, Options, need_accelerator
+from experiments.experiment import Options
 from experiments.rows import OK, OUT_OF_MEMORY, Result, Row
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.plan.documents.sweep import SweepPoint, SweepReport
+from hf_pyao.plan.documents.sweep import SweepPoint
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.paper.sweep import Budgets, parse_budgets
-from hf_pyao.tools.bench.setup import BenchSetup
-from hf_pyao.tools.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
@@ -28,16 +26,15 @@ SHAPE = (
     "embd_pdrop=0.0,attn_pdrop=0.0,bos_token_id=0,eos_token_id=0"
 )
 """97.93 million parameters (its section 4.1)."""
-SMALL_SHAPE = (
-    "gpt2:vocab_size=512,n_positions=128,n_embd=128,n_layer=6,n_head=4,resid_pdrop=0.0,"
+MICRO_SHAPE = (
+    "gpt2:vocab_size=512,n_positions=128,n_embd=32,n_layer=2,n_head=4,resid_pdrop=0.0,"
     "embd_pdrop=0.0,attn_pdrop=0.0,bos_token_id=0,eos_token_id=0"
 )
-MICRO_SHAPE = SMALL_SHAPE.replace("n_layer=6", "n_layer=2").replace("n_embd=128", "n_embd=32")
+"""Of a smoke run."""
 MICRO_BATCH, LENGTH = 8, 768
 BUDGETS = "0,1,2,3,4,5,6,8,10"
 TFLOP_PER_S = 4.3
 """85 % of the 5.1 of an RTX 2050's shaders: it trains in 32 bits."""
-SEEDS = 5
 MOMENTS = {"32-bit": 8, "16-bit": 4}
 """Bytes of AdamW's two moments for each parameter."""
 
@@ -147,81 +144,6 @@ def _rows_of(
     yield Row(
         **common, quantity="throughput", unit="tokens/s", value=point.tokens_per_s, published=speed
     )
-
-
-# ---- measured ------------------------------------------------------------------------------------
-
-
-def _sweep(options: Options, steps: int, budgets: str, *, is_real: bool) -> SweepReport:
-    shape = SHAPE if is_real else MICRO_SHAPE if options.is_smoke else SMALL_SHAPE
-    plan = SweepPlan(
-        setup=BenchSetup(
-            model=parse_model(shape),
-            sequence_length=LENGTH if is_real else 32 if options.is_smoke else 128,
-            dtype="float32",
-            device="auto" if is_real else "cpu",
-            num_warmup=1,
-            num_steps=2 if options.is_smoke else steps,
-        ),
-        budgets=parse_budgets(budgets),
-        micro_batch=MICRO_BATCH if is_real else 4,
-        num_seeds=1 if options.is_smoke else SEEDS,
-        settings=() if is_real else (("min_bytes", "0"),),
-        with_checkpointing=True,
-    )
-    return run_sweep(plan)
-
-
-def _measured(steps: int, budgets: str, *, is_real: bool) -> Mode:
-    def run(options: Options) -> Result:
-        if is_real:
-            need_accelerator("an accelerator")
-        report = _sweep(options, steps, "0,2" if options.is_smoke else budgets, is_real=is_real)
-        rows = [
-            Row(
-                model="GPT-2 97.93M" if is_real else "GPT-2, 6 layers of width 128",
-                system=f"k = {row.budget}",
-                micro_batch=MICRO_BATCH if is_real else 4,
-                quantity=quantity,
-                unit=unit,
-                value=None if found is None else found.mean / scale,
-                detail={}
-                if found is None
-                else {
-                    "standard_deviation": found.standard_deviation / scale,
-                    "num_figures": found.num_figures,
-                },
-            )
-            for row in report.rows
-            for quantity, unit, found, scale in (
-                ("memory", "MiB", row.memory_bytes, MIB),
-                ("throughput", "tokens/s", row.tokens_per_s, 1.0),
-                ("pack time", "ms", row.pack_ms, 1.0),
-            )
-        ]
-        return Result(
-            rows=rows,
-            assumptions=[
-                f"memory is: {report.memory_is}",
-                "forward and backward; the optimizer's step is left out, and its 16-bit moments "
-                "with it",
-            ],
-            content={
-                "are_losses_equal": report.are_losses_equal,
-                "are_gradients_equal": report.are_gradients_equal,
-                "noise_tokens_per_s": report.noise_tokens_per_s,
-                "num_steps": steps,
-                "num_seeds": SEEDS,
-            },
-        )
-
-    return run
-
-
-miniature_table_2 = _measured(10, "0,1,2,3,5", is_real=False)
-real_table_2 = _measured(10, BUDGETS, is_real=True)
-miniature_validation = _measured(20, "0,5", is_real=False)
-real_validation = _measured(20, "0,5", is_real=True)
 
 
 def predict_validation(options: Options) -> Result:

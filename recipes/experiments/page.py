@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 WIDTH = 100
+
+Cell = Callable[[dict[str, Any]], str]
+"""Returns a cell's text of a row."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -17,34 +20,55 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def table_of(
-    rows: Iterable[dict[str, Any]], *columns: tuple[str, str | Callable[[dict[str, Any]], str]]
-) -> str:
+def table_of(rows: Iterable[dict[str, Any]], *columns: tuple[str, str | Cell]) -> str:
     """Return a table of a result file's rows.
 
     Args:
         rows: a line each.
         columns: heading, and the cell: a format with the row's keys, or a function of the row.
     """
-    cells = [
-        [cell.format(**row) if isinstance(cell, str) else cell(row) for _, cell in columns]
-        for row in rows
-    ]
+    cells = [[_text(cell, row) for _, cell in columns] for row in rows]
     return table([head for head, _ in columns], cells)
 
 
-def paper(cell: str) -> Callable[[dict[str, Any]], str]:
+def pivot(
+    rows: Iterable[dict[str, Any]],
+    lines: Mapping[str, str | Cell],
+    column: str | Cell,
+    cell: str | Cell,
+    columns: Iterable[str] = (),
+) -> str:
+    """Return a table in which several rows of a result file share a line.
+
+    Args:
+        rows: a cell each, or several with " / " between them.
+        lines: heading of a line's first cells -> what they are of a row: a format with the row's
+            keys, or a function of the row.
+        column: the heading of a row's column, likewise.
+        cell: what stands there, likewise.
+        columns: which, in their order; else all.
+    """
+    found: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for row in rows:
+        of_line = found.setdefault(tuple(_text(each, row) for each in lines.values()), {})
+        of_line.setdefault(_text(column, row), []).append(_text(cell, row))
+    heads = list(columns) or list(dict.fromkeys(head for line in found.values() for head in line))
+    return table(
+        [*lines, *heads],
+        [
+            [*firsts, *(" / ".join(line.get(head, ["–"])) for head in heads)]
+            for firsts, line in found.items()
+        ],
+    )
+
+
+def _text(cell: str | Cell, row: dict[str, Any]) -> str:
+    return cell.format(**row) if isinstance(cell, str) else cell(row)
+
+
+def paper(cell: str) -> Cell:
     """Return the format *cell* for rows that have a published value; others are left empty."""
     return lambda row: "" if row["published"] is None else cell.format(**row)
-
-
-def grid(
-    corner: str, columns: Sequence[str], lines: Iterable[str], cell: Callable[[str, str], str]
-) -> str:
-    """Return a table of ``cell(line, column)``."""
-    return table(
-        [corner, *columns], [[line, *(cell(line, each) for each in columns)] for line in lines]
-    )
 
 
 def _looks_like_number(cell: str) -> bool:

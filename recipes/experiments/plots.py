@@ -1,9 +1,11 @@
-"""The papers' forms of plots: lines over the micro-batch, and bars in groups."""
+"""The papers' forms of plots: lines in a panel for each model, and bars in groups."""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.tools.report.plots.data import (
@@ -25,6 +27,59 @@ _HATCHES = ("", "//", "", "..", "", "xx", "", "\\\\", "")
 
 Line = tuple[str, str, float, float]
 """Panel, name, x, y."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """What is drawn of the rows of a result file. Each text is a format with a row's keys."""
+
+    y_label: str
+    x_label: str | None = None
+    """Of lines; None: bars in groups."""
+    series: Sequence[tuple[str, ...]] = (("{model}", "{system}", "{micro_batch}", "{value}"),)
+    """What each row adds: panel, name, x and y of a line's point; or group, name and height of a
+    bar. What has no number in some row is left out there."""
+    where: Mapping[str, str] = field(default_factory=dict)
+    """Format -> what it has to come to; all rows if none does."""
+    has_log_x: bool = False
+
+    def draw(self, document: dict[str, Any]) -> Any:
+        """Return the figure; points of rows whose status is not ok are crossed out."""
+        found = [
+            row
+            for row in document["rows"]
+            if all(key.format(**row) == wanted for key, wanted in self.where.items())
+        ]
+        points, crossed = [], []
+        for row in found or document["rows"]:
+            for names in self.series:
+                *texts, y = (name.format(**row) for name in names)
+                if y != "None":
+                    points.append((*texts, y))
+                    crossed += [points[-1]] * (row["status"] != "ok")
+        y_label = self.y_label.format(**document["rows"][0])
+        if self.x_label is None:
+            return grouped_bars([(group, name, float(y)) for group, name, y in points], y_label)
+        figure = lines(_numbers(points), self.x_label, y_label, marks=_numbers(crossed))
+        for axes in figure.axes:
+            axes.set_xscale("log" if self.has_log_x else "linear")
+        return figure
+
+
+def loss_curves(document: dict[str, Any]) -> Any:
+    """Draw the loss over the steps of each run, a panel for each dtype of the weights."""
+    points = []
+    for row in document["rows"]:
+        if "curve" in row["detail"]:
+            run, panel = re.split(r", (?=b?float)", row["system"], maxsplit=1)
+            points += [
+                (panel, run, float(step), float(loss)) for step, loss in row["detail"]["curve"]
+            ]
+    return lines(points, "step", "loss")
+
+
+def _numbers(points: Sequence[tuple[str, ...]]) -> list[Line]:
+    return [(panel, name, float(x.split()[-1]), float(y)) for panel, name, x, y in points]
 
 
 def lines(points: Sequence[Line], x_label: str, y_label: str, *, marks: Sequence[Line] = ()) -> Any:
@@ -58,17 +113,6 @@ def lines(points: Sequence[Line], x_label: str, y_label: str, *, marks: Sequence
     return figure
 
 
-def over_micro_batch(
-    rows: Sequence[dict[str, Any]], y_label: str, *, crossed: Sequence[dict[str, Any]] = ()
-) -> Any:
-    """Draw the rows' values over their micro-batch, a panel for each model; cross some out."""
-    points, marks = (
-        [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in each]
-        for each in (rows, crossed)
-    )
-    return lines(points, "micro-batch", y_label, marks=marks)
-
-
 def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
     """Draw bars: group, name, height."""
     groups = list(dict.fromkeys(bar[0] for bar in bars))
@@ -91,6 +135,7 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
     axes.set_xticks(
         range(len(groups)),
         [textwrap.fill(group, longest, break_long_words=False) for group in groups],
+        rotation=20 if len(groups) > 8 else 0,
     )
     axes.grid(visible=False, axis="x")
     axes.set_ylabel(y_label)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.experiment import Options, progress
-from experiments.systems import System
+from experiments.published import SEQUENCE_LENGTH
+from experiments.systems import MODELS, System
 from hf_pyao.attachment import attach
 from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
@@ -23,6 +25,7 @@ from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predictor.largest import largest_on_a_line
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining
@@ -74,13 +77,8 @@ class Predicted:
     """Tensors on the device, copies as late as they can be."""
     host_bytes: int
     """Most bytes of the host pool in use."""
-    step_ms: float
-    """Forward and backward, with waiting for copies."""
-    compute_ms: float
-    stall_forward_ms: float
-    stall_backward_ms: float
-    offloaded_bytes: int
-    """What crosses the link, each way."""
+    timed: Prediction
+    """Its times, and what crosses the link."""
     recomputed: tuple[str, ...]
     """Sub-modules that PyAO's rule recomputes."""
 
@@ -96,26 +94,15 @@ class Predictor:
     Args:
         architecture: a key of ``systems.MODELS``.
         size: its row in ``hf_pyao/tools/estimate/model_sizes.py``; None: the paper's.
-        hardware: the card; None: the paper's.
-        sequence_length: tokens of a sample.
-        vocab_size: of shapes without one of their own.
     """
 
-    def __init__(
-        self,
-        architecture: str,
-        size: str | None = None,
-        hardware: Hardware | None = None,
-        sequence_length: int = 512,
-        vocab_size: int = 512,
-    ) -> None:
+    def __init__(self, architecture: str, size: str | None = None) -> None:
         shape = find_size(architecture, size or PAPER_SIZES[architecture])
-        tokens = {} if "vocab_size" in shape.settings else {"vocab_size": vocab_size}
+        tokens = {} if "vocab_size" in shape.settings else {"vocab_size": 512}
         self.config = build_config(architecture, shape, **tokens)
-        self.hardware = hardware or find_hardware(CARD)
-        self.sequence_length = sequence_length
+        self.hardware = find_hardware(CARD)
         self.estimator = Estimator(
-            self.config, self.hardware, window="layer", sequence_length=sequence_length
+            self.config, self.hardware, window="layer", sequence_length=SEQUENCE_LENGTH
         )
         self._counted: dict[tuple[System, int], tuple[int, int]] = {}
         self._num_parameters: int | None = None
@@ -175,11 +162,7 @@ class Predictor:
         return Predicted(
             peak_bytes=peak_bytes,
             host_bytes=host_bytes,
-            step_ms=timed.step_ms,
-            compute_ms=timed.compute_ms,
-            stall_forward_ms=timed.stall_forward_ms,
-            stall_backward_ms=timed.stall_backward_ms,
-            offloaded_bytes=timed.offloaded_bytes,
+            timed=timed,
             recomputed=self.estimator.flagged() if _way_of(system).policy == "pyao" else (),
         )
 
@@ -226,7 +209,7 @@ class Predictor:
                 ledger = MemoryLedger(offloader.host_pool.owns)
                 ledger.note([*model.parameters(), *model.buffers()])
                 with NotingMode(ledger, fake_mode):
-                    training.run(model, micro_batch, self.sequence_length, ledger.end_phase)
+                    training.run(model, micro_batch, SEQUENCE_LENGTH, ledger.end_phase)
                 host_bytes = int(offloader.metrics()["host_peak_bytes"])
         return max(ledger.phase_peak_bytes.values()), host_bytes
 
@@ -239,6 +222,64 @@ class Predictor:
             estimator.window_bytes = DEFAULT_WINDOW_BYTES
             estimator.limit_bytes = int(cap_bytes)
         return estimator.predicted(_way_of(system), micro_batch)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A system at a micro-batch of a model, and what was predicted of it."""
+
+    model: str
+    """A key of ``systems.MODELS``."""
+    system: System
+    micro_batch: int
+    sizes: Sequence[int]
+    """All micro-batches of the model."""
+    predictor: Predictor
+    predicted: Predicted
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What ``published`` calls it."""
+        return self.model, self.system.name, self.micro_batch
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What its rows have in common."""
+        return {
+            "model": MODELS[self.model],
+            "system": self.system.name,
+            "micro_batch": self.micro_batch,
+        }
+
+
+def predictions(
+    options: Options,
+    what: str,
+    micro_batches: Mapping[str, Sequence[int]],
+    systems: Sequence[System],
+    smoke: Sequence[int] = (1, 2),
+) -> Iterator[Point]:
+    """Yield the models that are asked for, at each micro-batch with each system.
+
+    Args:
+        options: which models.
+        what: for the bar.
+        micro_batches: by model.
+        systems: which.
+        smoke: micro-batches of a smoke run.
+    """
+    for model, predictor in predictors(options, what):
+        sizes = smoke if options.is_smoke else micro_batches[model]
+        for micro_batch in progress(sizes, model):
+            for system in systems:
+                yield Point(
+                    model=model,
+                    system=system,
+                    micro_batch=micro_batch,
+                    sizes=sizes,
+                    predictor=predictor,
+                    predicted=predictor.predicted(system, micro_batch),
+                )
 
 
 def predictors(options: Options, what: str) -> Iterator[tuple[str, Predictor]]:
@@ -269,10 +310,10 @@ def scale_copies(program: StepProgram, ratio: float) -> StepProgram:
 def on_compute_stream_ms(predicted: Predicted, hardware: Hardware) -> float:
     """Return the step if every copy stood in the way of compute: one stream for both."""
     copies_ms = sum(
-        hardware.link.copy_ms(direction, predicted.offloaded_bytes)
+        hardware.link.copy_ms(direction, predicted.timed.offloaded_bytes)
         for direction in ("offload", "reload")
     )
-    return predicted.compute_ms + copies_ms
+    return predicted.timed.compute_ms + copies_ms
 
 
 def card_limit_bytes(hardware: Hardware) -> float:

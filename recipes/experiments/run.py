@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from experiments.catalogue import EXPERIMENTS
-from experiments.experiment import Experiment, Options, Plot
+from experiments.experiment import Experiment, Options
+from experiments.plots import Plot
 from experiments.rows import MINIATURE, PREDICT, REAL, read_document, result_path, write_rows
 from experiments.systems import MODELS
 from hf_pyao.errors import ConfigError, PyAOError
@@ -58,17 +59,16 @@ def _run(experiment: Experiment, args: argparse.Namespace) -> None:
     if path is None:
         return
     write_rows(path, experiment.name, mode, result)
-    if experiment.plot is not None and args.plots:
-        _draw(experiment.plot, path)
+    if mode in experiment.plots and args.plots:
+        _draw(experiment.plots[mode], path)
 
 
-def _draw(plot: Plot, path: Path) -> None:
+def _draw(plot: Plot | Callable[[dict[str, Any]], Any], path: Path) -> None:
     from hf_pyao.tools.report.plots.look import image_bytes, need_matplotlib
 
     need_matplotlib()
-    figure = plot(read_document(path))
-    if figure is None:
-        return
+    document = read_document(path)
+    figure = plot.draw(document) if isinstance(plot, Plot) else plot(document)
     image = path.with_suffix(".png")
     image.write_bytes(image_bytes(figure, "png"))
     print(f"written to {image}")
@@ -94,7 +94,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, text in (
         (PREDICT, "the predictor and the communication model, for the paper's hardware (default)"),
         (MINIATURE, "small models on this machine's CPU, or a local cluster's result files"),
-        (REAL, "the hardware as it is found: needs an accelerator"),
+        (REAL, "names the command that measures it on an accelerator"),
     ):
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
     parser.add_argument(

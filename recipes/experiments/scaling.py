@@ -1,16 +1,12 @@
-"""The communication model over nodes, links and models, and its check against the miniature."""
+"""The communication model over nodes, links and models."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
-from typing import Any
 
-from experiments.calibration import HeldOut, Point, calibrate, check, errors_of
 from experiments.communication import Cluster, Work, find_engine, time_of_accumulated
 from experiments.experiment import Options, progress
-from experiments.miniature_cluster import points_of, read_sweeps
 from experiments.predictor import ASSUMPTIONS, Predictor
 from experiments.rows import Result, Row
 from experiments.systems import ACCUMULATION, BASELINE, CHECKPOINTING, PYAO, System
@@ -82,8 +78,8 @@ def _work(predictor: Predictor, system: System, micro_batch: int) -> Work:
     predicted = predictor.predicted(system, micro_batch)
     return Work(
         gradient_bytes=predictor.gradient_bytes,
-        compute_s=predicted.step_ms / 1e3,
-        host_bytes=2 * predicted.offloaded_bytes + predictor.gradient_bytes,
+        compute_s=predicted.timed.step_ms / 1e3,
+        host_bytes=2 * predicted.timed.offloaded_bytes + predictor.gradient_bytes,
     )
 
 
@@ -118,96 +114,3 @@ def _speedups(
                 "step_s": seconds,
             },
         )
-
-
-# ---- calibration ---------------------------------------------------------------------------------
-
-
-FITTED_AT = (5, 0.05)
-"""Nodes and Gbit/s of the cluster that is fitted, where other clusters are held out."""
-
-SPLITS = {
-    "other clusters": "fitted: steps with the links unshaped, and at five nodes and 50 Mbit/s "
-    "those with the smallest and the largest micro-batch of each model; held out: the "
-    "micro-batches between, all accumulated steps, and all steps at other rates and with other "
-    "numbers of nodes",
-    "micro-batches between": "fitted: steps with the links unshaped, and of each cluster and model "
-    "those with the smallest and the largest micro-batch; held out: the micro-batches between, and "
-    "all accumulated steps",
-}
-"""What is held out, by rules that look at no time. Rows are of the first."""
-
-
-def split(
-    points: list[tuple[Point, bool]], how: str = "other clusters"
-) -> tuple[list[Point], list[Point]]:
-    """Return what is fitted and what is held out.
-
-    Args:
-        points: of all sweeps, each with whether its link was shaped.
-        how: a key of :data:`SPLITS`.
-    """
-    fitted: list[Point] = []
-    held: list[Point] = []
-    for point, is_shaped in points:
-        sizes = [
-            other.micro_batch
-            for other, _ in points
-            if (other.name, other.workload) == (point.name, point.workload)
-        ]
-        is_end = point.gas == 1 and point.micro_batch in (min(sizes), max(sizes))
-        is_there = how != "other clusters" or (point.num_nodes, point.link_gbit_per_s) == FITTED_AT
-        (fitted if not is_shaped or (is_end and is_there) else held).append(point)
-    return fitted, held
-
-
-def _errors(found: list[HeldOut]) -> dict[str, dict[str, Any]]:
-    errors = {
-        name: dataclasses.asdict(errors_of(found, is_link_bound=is_bound))
-        for name, is_bound in (("link_bound", True), ("others", False))
-    }
-    return {
-        name: {key: None if _is_nan(value) else value for key, value in each.items()}
-        for name, each in errors.items()
-    }
-
-
-def miniature_scaling(options: Options) -> Result:
-    """Calibrate the model on what the local cluster measured; check it at held-out points."""
-    points = list(points_of(read_sweeps(options.sweeps)))
-    calibrations, checked = {}, {}
-    for how in SPLITS:
-        fitted, held = split(points, how)
-        calibrations[how] = calibrate(fitted)
-        checked[how] = check(calibrations[how], held)
-    found = checked["other clusters"]
-    rows = [
-        Row(
-            model=each.point.workload.partition(",")[0],
-            system=f"{each.point.engine}, {each.point.num_nodes} nodes, "
-            f"{each.point.link_gbit_per_s * 1e3:g} Mbit/s"
-            + (f", {each.point.gas} micro-steps" if each.point.gas > 1 else ""),
-            micro_batch=each.point.micro_batch,
-            quantity="step",
-            unit="s",
-            value=each.point.step_s,
-            detail={
-                "predicted_s": each.predicted_s,
-                "error": each.error,
-                "communication_share": each.communication_share,
-            },
-        )
-        for each in found
-    ]
-    return Result(
-        rows=rows,
-        assumptions=[f"{how}: {rule}" for how, rule in SPLITS.items()],
-        content={
-            "calibration": {how: dataclasses.asdict(each) for how, each in calibrations.items()},
-            "errors": {how: _errors(each) for how, each in checked.items()},
-        },
-    )
-
-
-def _is_nan(value: float) -> bool:
-    return isinstance(value, float) and math.isnan(value)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 from experiments import published
 from experiments.experiment import Options
-from experiments.page import bullets, paragraph, table
-from experiments.plots import grouped_bars
 from experiments.predictor import ASSUMPTIONS, predictors
-from experiments.rows import Result, Row, select
+from experiments.rows import Result, Row
 from experiments.systems import BASELINE, MODELS
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
@@ -76,53 +73,3 @@ def predict_throughput(options: Options) -> Result:
         rows=rows,
         assumptions=[*ASSUMPTIONS, "15 us of the host from one pack hook to the next"],
     )
-
-
-def predicted_rates(found: dict[str, Any]) -> list[str]:
-    """Write of Figure 2, predicted."""
-    rows = []
-    for name in MODELS.values():
-        for first in select(
-            found["rows"], model=name, quantity=f"activation throughput, {TIMINGS[0]}"
-        ):
-            cells = [name, f"`{first['system']}`"]
-            other = select(
-                found["rows"],
-                model=name,
-                system=first["system"],
-                quantity=f"activation throughput, {TIMINGS[1]}",
-            )
-            for row in (first, *other):
-                mark = " flagged" if row["detail"]["is_flagged"] else ""
-                cells.append(f"{row['value']:.1f}{mark}")
-            rows.append(cells if other else [*cells, "–"])
-    return [
-        paragraph(
-            "*Mode: predict.* GB/s at ZeRO-2's micro-batches (4, 3, 2). The paper's Figure 2 is "
-            "of GPT-2, and its values are not in the text: it says that projections and "
-            "activation functions stand out. Flagged: above Q3 + 1.5 IQR, and above the link."
-        ),
-        table(["model", "sub-module", *TIMINGS], rows),
-        bullets(
-            [
-                "By the paper's intervals the projection behind the activation function stands "
-                "out, as it says; by what a part's own operations take on the device, it does "
-                "not: a projection saves its input before its product runs "
-                "(hf_pyao/plan/README.md).",
-                "Checkpointing, the chunked loss and ZeRO-1 have no row: what is measured is one "
-                "layer's forward, which is the same in all of them.",
-            ]
-        ),
-    ]
-
-
-def plot_throughput(document: dict[str, Any]) -> Any:
-    """Draw Figure 2: bars by sub-module of GPT-2, or of the only model."""
-    names = {row["model"] for row in document["rows"]}
-    name = MODELS["gpt2"] if MODELS["gpt2"] in names else sorted(names)[0]
-    rows = select(document["rows"], model=name)
-    bars = [
-        (row["system"].removeprefix("mlp."), row["quantity"].partition(", ")[2], row["value"])
-        for row in rows
-    ]
-    return grouped_bars(bars, f"{name}: activation throughput, GB/s")

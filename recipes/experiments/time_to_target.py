@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments import published
 from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
-from experiments.experiment import Options, need_accelerator
+from experiments.experiment import Options
 from experiments.miniature_cluster import read_sweeps, speedups_of
 from experiments.predictor import (
     ASSUMPTIONS,
@@ -57,52 +57,41 @@ def predict_times(options: Options) -> Result:
     rows: list[Row] = []
     for model, predictor in predictors(options, "Figure 6"):
         for speed, tflop_per_s in SPEEDS.items():
-            if options.is_smoke and tflop_per_s is not None:
-                continue
-            card = predictor if tflop_per_s is None else predictor.at(tflop_per_s)
-            rows += _rows(model, speed, card, options.is_smoke)
+            if tflop_per_s is None:
+                rows += _rows(model, speed, predictor, options.is_smoke)
+            elif not options.is_smoke:
+                rows += _rows(model, speed, predictor.at(tflop_per_s), False)
     return Result(rows=rows, assumptions=ASSUMED)
 
 
-def systems_with_sizes(
-    model: str, predictor: Predictor, is_smoke: bool = False
-) -> Iterator[tuple[System, int]]:
+def _sizes(model: str, predictor: Predictor, is_smoke: bool) -> Iterator[tuple[System, int]]:
     """Yield each system with the micro-batch that it runs; a smoke run looks for none."""
     small, large = published.MICRO_BATCHES[model]
     most = -(-published.TARGET // published.NUM_NODES)  # more is not needed to reach the target
     yield BASELINE, small
-    yield PYAO, large
-    yield PYAO_INT8, large
-    yield CHECKPOINTING, large
-    yield AUTO, large
+    for system in (PYAO, PYAO_INT8, CHECKPOINTING, AUTO):
+        yield system, large
     for system in (PYAO_CHUNKED, CHECKPOINTING_CHUNKED, AUTO_CHUNKED, ACCUMULATION):
         yield system, 2 if is_smoke else min(most, max(1, predictor.largest(system)))
 
 
-def work_of(predictor: Predictor, system: System, micro_batch: int) -> Work:
-    """Return what one node does with a micro-batch."""
-    predicted = predictor.predicted(system, micro_batch, PAPER_CAP_BYTES)
-    share = predictor.num_parameters / published.NUM_NODES
-    return Work(
-        gradient_bytes=predictor.gradient_bytes,
-        compute_s=predicted.step_ms / 1e3,
-        optimizer_s=share * OPTIMIZER_NS / 1e9,
-        host_bytes=2 * predicted.offloaded_bytes,
-    )
-
-
 def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Iterator[Row]:
     cluster = Cluster(num_nodes=published.NUM_NODES, link_gbit_per_s=published.LINK_GBIT_PER_S)
+    share = predictor.num_parameters / published.NUM_NODES
     baseline: dict[str, float] = {}
-    for system, micro_batch in systems_with_sizes(model, predictor, is_smoke):
-        work = work_of(predictor, system, micro_batch)
+    for system, micro_batch in _sizes(model, predictor, is_smoke):
+        predicted = predictor.predicted(system, micro_batch, PAPER_CAP_BYTES)
+        work = Work(
+            gradient_bytes=predictor.gradient_bytes,
+            compute_s=predicted.timed.step_ms / 1e3,
+            optimizer_s=share * OPTIMIZER_NS / 1e9,
+            host_bytes=2 * predicted.timed.offloaded_bytes,
+        )
+        engine = find_engine(system.engine)
         for counting in COUNTINGS:
-            time_s = time_to(
-                *(published.TARGET, micro_batch, find_engine(system.engine), cluster, work),
-                counting,
-            )
+            time_s = time_to(published.TARGET, micro_batch, engine, cluster, work, counting)
             baseline.setdefault(counting.name, time_s)
-            is_papers = system is PYAO_INT8
+            rounds = num_rounds(published.TARGET, micro_batch, cluster.num_nodes, counting)
             common: dict[str, Any] = {
                 "model": MODELS[model],
                 "system": system.name,
@@ -113,9 +102,7 @@ def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Itera
                     "engine": system.engine,
                     "compute_ms": work.compute_s * 1e3,
                     "optimizer_s": work.optimizer_s,
-                    "rounds": num_rounds(
-                        published.TARGET, micro_batch, published.NUM_NODES, counting
-                    ),
+                    "rounds": rounds,
                 },
             }
             yield Row(**common, quantity=SECONDS, unit="s", value=time_s)
@@ -124,7 +111,7 @@ def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Itera
                 quantity=SPEEDUP,
                 unit="x",
                 value=baseline[counting.name] / time_s,
-                published=published.SPEEDUPS[model] if is_papers else None,
+                published=published.SPEEDUPS[model] if system is PYAO_INT8 else None,
             )
 
 
@@ -132,18 +119,10 @@ def miniature_times(options: Options) -> Result:
     """Read what the local cluster measured."""
     sweeps = read_sweeps(options.sweeps)
     return Result(
-        rows=[row for sweep in sweeps for row in speedups_of(sweep)],
+        rows=[row for name, sweep in sweeps.items() for row in speedups_of(name, sweep)],
         assumptions=[
             "models, link and target are a miniature's: only ratios can be put beside the paper's",
             "micro-batches are given, not found: no memory limit is in a miniature",
         ],
-        content={"sweeps": [sweep.name for sweep in sweeps]},
+        content={"sweeps": list(sweeps)},
     )
-
-
-def real_times(options: Options) -> Result:
-    """Time steps on this cluster."""
-    need_accelerator("five nodes with an accelerator each, started by recipes/configs")
-    from experiments.real_cluster import time_to_target
-
-    return time_to_target(options)

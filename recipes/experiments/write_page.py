@@ -1,66 +1,64 @@
-"""Writes README.md beside this script from the result files: no number on it is typed.
+"""Writes README.md beside this script: page.md, with tables and numbers from the result files.
 
 python recipes/experiments/write_page.py
+
+In page.md a text in braces is one of ``page_values.known``. A table of a file's rows is a comment
+that says which rows, the headings, and the cells of each row as formats of its keys; a cell without
+its value is empty.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
-from experiments.catalogue import EXPERIMENTS
-from experiments.experiment import Experiment
-from experiments.introduction import introduction
-from experiments.page import table
-from experiments.rows import MODES, REAL, read_document, result_path
+from experiments.page import bullets, paragraph, table_of
+from experiments.page_values import known
 
-PAGE = Path(__file__).with_name("README.md")
+PAGE, TEMPLATE = (Path(__file__).with_name(name) for name in ("README.md", "page.md"))
+ROWS = re.compile(r"<!-- rows of (\w+)(?: with (\w+) = (.+))? -->")
 
 
 def page() -> str:
     """Return the page."""
-    parts = [introduction(), "## Which modes each has", _modes()]
-    for experiment in EXPERIMENTS:
-        parts.append(experiment.section(lambda mode, of=experiment: _read(of, mode)))  # type: ignore[misc]
-        parts += _images(experiment)
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    values = known()
+    blocks = TEMPLATE.read_text(encoding="utf-8").strip().split("\n\n")
+    filled = "\n\n".join(_filled(block, values).strip() for block in blocks)
+    return "\n\n".join(_wrapped(block) for block in re.split(r"\n{2,}", filled)) + "\n"
 
 
-def _modes() -> str:
-    """Return the table of experiments and modes, with what was run and why some have none."""
-    rows = []
-    for experiment in EXPERIMENTS:
-        cells = [f"`{experiment.name}`"]
-        for mode in MODES:
-            path = result_path(experiment.name, mode)
-            run = experiment.modes[mode]
-            if isinstance(run, str):
-                cells.append(f"none: {run}")
-            elif path.exists():
-                cells.append(f"[result](../results/experiments/{path.name})")
-            else:
-                cells.append("not run: needs an accelerator" if mode == REAL else "not run")
-        rows.append(cells)
-    return table(["experiment", *(f"`--{mode}`" for mode in MODES)], rows)
+def _filled(block: str, values: Mapping[str, Any]) -> str:
+    found = ROWS.match(block)
+    if found is None:
+        names_in_one_line = re.sub(r"\{[^}]*\}", lambda found: " ".join(found[0].split()), block)
+        return names_in_one_line.format_map(values)
+    name, key, wanted = found.groups()
+    heads, cells = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[1:]
+    )
+    rows = values["file"][name]["rows"]
+    shown = [row for row in rows if key is None or str(row[key]) == wanted]
+    return table_of(shown, *zip(heads, map(_cell, cells), strict=True))
 
 
-def _read(experiment: Experiment, mode: str) -> dict[str, Any] | None:
-    path = result_path(experiment.name, mode)
-    return read_document(path) if path.exists() else None
+def _cell(form: str) -> Any:
+    """Return the function of a row that fills *form*; without its value it is empty."""
+    field = re.match(r"{(\w+)", form)
+    return lambda row: "" if field and row[field[1]] is None else form.format(**row)
 
 
-def _images(experiment: Experiment) -> list[str]:
-    found = []
-    for mode in ("predict", "miniature", "real"):
-        image = result_path(experiment.name, mode).with_suffix(".png")
-        if image.exists():
-            path = f"../results/experiments/{image.name}"
-            found.append(f"![{experiment.title}, {mode}]({path})")
-    return found
+def _wrapped(block: str) -> str:
+    if block[0] in "|#!":
+        return block
+    if block.startswith("- "):
+        return bullets([" ".join(item[2:].split()) for item in re.split(r"\n(?=- )", block)])
+    return paragraph(block)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Task:
     """What it measures, for the line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """What one process does."""
 
@@ -274,112 +274,74 @@ _RACES = (
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
-        "A": Part(
-            summary="the device, its link, its speeds, pinning",
-            seconds=40,
-            command=FIRST,
-            tasks=_facts,
-        ),
+        "A": Part("the device, its link, its speeds, pinning", 40, FIRST, _facts),
         "B": Part(
-            summary="the allocator beside its replay, in a process of its own",
-            seconds=15,
-            command=FIRST,
-            tasks=_tests("B: allocator", _RESERVED),
+            "the allocator beside its replay, in a process of its own",
+            15,
+            FIRST,
+            _tests("B: allocator", _RESERVED),
         ),
         "B2": Part(
-            summary="the same with expandable segments",
-            seconds=13,
-            command=FIRST,
-            tasks=_tests("B2: allocator", _RESERVED, allocator="expandable_segments:True"),
+            "the same with expandable segments",
+            13,
+            FIRST,
+            _tests("B2: allocator", _RESERVED, allocator="expandable_segments:True"),
         ),
-        "C": Part(
-            summary="bits of small models, with and without deterministic kernels",
-            seconds=70,
-            command=FIRST,
-            tasks=_bits,
-        ),
+        "C": Part("bits of small models, with and without deterministic kernels", 70, FIRST, _bits),
         "D": Part(
-            summary="races with sleeping kernels, and that nothing synchronises",
-            seconds=30,
-            command=FIRST,
-            tasks=_tests("D: races", *_RACES),
+            "races with sleeping kernels, and that nothing synchronises",
+            30,
+            FIRST,
+            _tests("D: races", *_RACES),
         ),
-        "D2": Part(
-            summary="three rows of C under torch's CUDA sanitizer",
-            seconds=15,
-            command=FIRST,
-            tasks=_watched_bits,
-        ),
-        "E": Part(
-            summary="what kernels of attention allocate inside",
-            seconds=12,
-            command=FIRST,
-            tasks=_workspaces,
-        ),
-        "F": Part(
-            summary="speed in bf16 without a cap",
-            seconds=125,
-            command=FIRST,
-            tasks=_steps(rows_of.speed_rows),
-        ),
+        "D2": Part("three rows of C under torch's CUDA sanitizer", 15, FIRST, _watched_bits),
+        "E": Part("what kernels of attention allocate inside", 12, FIRST, _workspaces),
+        "F": Part("speed in bf16 without a cap", 125, FIRST, _steps(rows_of.speed_rows)),
         "H": Part(
-            summary="an RTX 4070's ratio of compute to link: fp32 without TF32",
-            seconds=60,
-            command=FIRST,
-            tasks=_steps(rows_of.ratio_rows),
+            "an RTX 4070's ratio of compute to link: fp32 without TF32",
+            60,
+            FIRST,
+            _steps(rows_of.ratio_rows),
         ),
-        "I": Part(summary="a trace of one step", seconds=15, command=FIRST, tasks=_trace),
-        "J": Part(summary="the host's part", seconds=12, command=FIRST, tasks=_host),
+        "I": Part("a trace of one step", 15, FIRST, _trace),
+        "J": Part("the host's part", 12, FIRST, _host),
         "G": Part(
-            summary=f"predicted largest micro-batches within {rows_of.CAP_GIB} GiB",
-            seconds=50,
-            command=FIRST,
-            tasks=_steps(lambda: rows_of.cap_rows("G")),
+            f"predicted largest micro-batches within {rows_of.CAP_GIB} GiB",
+            50,
+            FIRST,
+            _steps(lambda: rows_of.cap_rows("G")),
         ),
         "G2": Part(
-            summary="OPT's with expandable segments",
-            seconds=13,
-            command=FIRST,
+            "OPT's with expandable segments",
+            13,
+            FIRST,
+            _steps(lambda: rows_of.cap_rows("G2")),
             is_expandable=True,
-            tasks=_steps(lambda: rows_of.cap_rows("G2")),
         ),
         "K": Part(
-            summary="adapters on Llama-8B, resident and streamed",
-            seconds=75,
-            command=SECOND,
-            tasks=_steps(rows_of.adapter_rows),
+            "adapters on Llama-8B, resident and streamed", 75, SECOND, _steps(rows_of.adapter_rows)
         ),
         "L": Part(
-            summary="65,536 tokens with adapters on Llama-8B, within 24 GB",
-            seconds=45,
-            command=SECOND,
+            "65,536 tokens with adapters on Llama-8B, within 24 GB",
+            45,
+            SECOND,
+            _steps(rows_of.headline_rows),
             is_expandable=True,
-            tasks=_steps(rows_of.headline_rows),
         ),
-        "M": Part(
-            summary="figures of others: transformers, TRL, axolotl",
-            seconds=60,
-            command=SECOND,
-            tasks=_others,
-        ),
-        "N": Part(
-            summary="all tests marked gpu",
-            seconds=50,
-            command=SECOND,
-            tasks=_tests("N: tests", everywhere=True),
-        ),
+        "M": Part("figures of others: transformers, TRL, axolotl", 60, SECOND, _others),
+        "N": Part("all tests marked gpu", 50, SECOND, _tests("N: tests", everywhere=True)),
         "O": Part(
-            summary="figures of others: torchtune, Unsloth, torchtitan",
-            seconds=230,
-            command=LATER,
-            tasks=_steps(rows_of.later_rows),
+            "figures of others: torchtune, Unsloth, torchtitan",
+            230,
+            LATER,
+            _steps(rows_of.later_rows),
         ),
         "P": Part(
-            summary="524,288 tokens on two layers of Llama-8B",
-            seconds=80,
-            command=LATER,
+            "524,288 tokens on two layers of Llama-8B",
+            80,
+            LATER,
+            _steps(rows_of.limit_rows),
             is_expandable=True,
-            tasks=_steps(rows_of.limit_rows),
         ),
     }
 )

@@ -107,7 +107,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One way to train one model, measured for a few steps."""
 
@@ -179,13 +179,9 @@ def speed_rows() -> list[Row]:
     """
     rows = [
         Row(
-            part="F",
-            model=model,
-            way=way,
-            micro_batch=size,
+            *("F", model, way, size),
             settings=_BUDGET if way.startswith("auto") else {},
-            num_warmup=1 if way in _SLOW else 2,
-            num_steps=_SLOW.get(way, 5),
+            **(_steps(1, _SLOW[way]) if way in _SLOW else _steps(2, 5)),
         )
         for model, size in _SPEED
         for way in _SPEED_WAYS
@@ -220,15 +216,11 @@ def cap_rows(part: str) -> list[Row]:
     """Parts G and G2: a predicted micro-batch fits within the cap, and a larger one does not."""
     return [
         Row(
-            part=part,
-            model=model,
-            way=way,
-            micro_batch=size,
+            *(part, model, way, size),
             cap_gib=CAP_GIB,
             settings=_BUDGET if way.startswith("auto") else {},
-            num_warmup=1,
-            num_steps=1,
             may_run_out=size == sizes[1],
+            **_steps(1, 1),
         )
         for (model, way), sizes in LARGEST[part].items()
         for size in sizes
@@ -237,197 +229,134 @@ def cap_rows(part: str) -> list[Row]:
 
 def ratio_rows() -> list[Row]:
     """Part H: fp32 without TF32 has an RTX 4070's ratio of compute to link."""
+    # fp32 takes twice what the same step takes in bf16 on the card that is predicted.
+    budget = {"device_memory_gib": 2 * CAP_GIB}
+    how: dict[str, Any] = {"dtype": "float32", "predicted_on": "rtx4070", **_steps(1, 3)}
     return [
-        Row(
-            part="H",
-            model=model,
-            way=way,
-            micro_batch=size,
-            dtype="float32",
-            # fp32 takes twice what the same step takes in bf16 on the card that is predicted.
-            settings={"device_memory_gib": 2 * CAP_GIB} if way == "auto" else {},
-            num_warmup=1,
-            num_steps=3,
-            predicted_on="rtx4070",
-        )
+        Row("H", model, way, size, settings=budget if way == "auto" else {}, **how)
         for model, size in (("opt:1.3b", 8), ("llama:1.2b", 4))
         for way in ("nothing", "checkpointing", "all", "auto")
     ]
 
 
+def _steps(num_warmup: int, num_steps: int) -> dict[str, Any]:
+    return {"num_warmup": num_warmup, "num_steps": num_steps}
+
+
+_ADAPTERS: dict[str, Any] = {"lora_rank": 16, "engine": "adamw"}
+
+
 def adapter_rows() -> list[Row]:
     """Part K: adapters on Llama-8B, resident and streamed."""
-    shapes = [
-        ("nothing", 3),
-        ("checkpointing", 14),
-        ("checkpointing", 15),
-        ("checkpointing, streamed", 4),
-        ("checkpointing, streamed", 16),
-    ]
+    how = {**_ADAPTERS, "cap_gib": ADAPTERS_CAP_GIB, **_steps(1, 2)}
+    streamed = "checkpointing, streamed"
     return [
-        Row(
-            part="K",
-            model="llama:8b",
-            way=way,
-            micro_batch=size,
-            tokens=2048,
-            lora_rank=16,
-            engine="adamw",
-            cap_gib=ADAPTERS_CAP_GIB,
-            num_warmup=1,
-            num_steps=2,
-            may_run_out=(way, size) == ("checkpointing", 15),
-        )
-        for way, size in shapes
+        Row("K", "llama:8b", "nothing", 3, 2048, **how),
+        Row("K", "llama:8b", "checkpointing", 14, 2048, **how),
+        Row("K", "llama:8b", "checkpointing", 15, 2048, **how, may_run_out=True),
+        Row("K", "llama:8b", streamed, 4, 2048, **how),
+        Row("K", "llama:8b", streamed, 16, 2048, **how),
     ]
 
 
 def headline_rows() -> list[Row]:
     """Part L: 64k tokens with adapters on Llama-8B within 24 GB, behind a short step."""
+    how = {**_ADAPTERS, "attention": "flash", "cap_gib": CARD_24_GIB}
     return [
-        Row(
-            part="L",
-            model="llama:8b",
-            way="long_context",
-            micro_batch=1,
-            tokens=tokens,
-            lora_rank=16,
-            engine="adamw",
-            attention="flash",
-            cap_gib=CARD_24_GIB,
-            num_warmup=warmup,
-            num_steps=1,
-        )
-        for tokens, warmup in ((2048, 1), (65536, 0))
+        Row("L", "llama:8b", "long_context", 1, 2048, **how, **_steps(1, 1)),
+        Row("L", "llama:8b", "long_context", 1, 65536, **how, **_steps(0, 1)),
     ]
 
 
 def others_rows() -> list[Row]:
     """Part M: figures that others published and a few seconds can check."""
-    hf = "huggingface/transformers pull request 48444"
+    ours = "all over checkpointing"
     offload = [
-        Row(
-            part="M",
-            model=QWEN3_8_LAYERS,
-            way=way,
-            micro_batch=1,
-            tokens=8192,
-            engine="plain",
-            num_warmup=1,
-            num_steps=1,
-            published=published,
-            source=hf,
-            ours="all over checkpointing",
-        )
-        for way, published in (
-            ("checkpointing", {"after_forward_mb": 194.1}),
-            ("checkpointing, offload=True", {"after_forward_mb": 66.1}),
-            ("all over checkpointing", {}),
-        )
+        ("checkpointing", {"after_forward_mb": 194.1}),
+        ("checkpointing, offload=True", {"after_forward_mb": 66.1}),
+        (ours, {}),
     ]
-    axolotl = "axolotl-ai-cloud/axolotl pull request 3776, growth of the peak"
+    hf: dict[str, Any] = {
+        "source": "huggingface/transformers pull request 48444",
+        "engine": "plain",
+        "ours": ours,
+        **_steps(1, 1),
+    }
     # `auto` gets about the memory that checkpointing takes: 33 GB of weights and gradients beside.
+    budget = {"device_memory_gib": 47.0}
     table = [
         ("checkpointing", {"tokens_per_s": 3059.0, "growth_gb": 17.16}, "auto"),
-        (
-            "checkpointing, offload=True",
-            {"tokens_per_s": 3073.0, "growth_gb": 17.09},
-            "all over checkpointing",
-        ),
-        ("all over checkpointing", {}, ""),
+        ("checkpointing, offload=True", {"tokens_per_s": 3073.0, "growth_gb": 17.09}, ours),
+        (ours, {}, ""),
         ("auto", {}, ""),
         ("TRL", {"tokens_per_s": 1653.0, "growth_gb": 32.50}, "auto"),
     ]
-    return offload + [
-        Row(
-            part="M",
-            model=QWEN3_8B,
-            way=way,
-            micro_batch=1,
-            tokens=8192,
-            engine="plain",
-            settings={"device_memory_gib": 47.0} if way == "auto" else {},
-            num_warmup=1,
-            num_steps=2,
-            published=published,
-            source=axolotl,
-            ours=ours,
-        )
-        for way, published, ours in table
+    axolotl: dict[str, Any] = {
+        "source": "axolotl-ai-cloud/axolotl pull request 3776, growth of the peak",
+        "engine": "plain",
+        **_steps(1, 2),
+    }
+    return [
+        *(Row("M", QWEN3_8_LAYERS, way, 1, 8192, published=of, **hf) for way, of in offload),
+        *(
+            Row(
+                *("M", QWEN3_8B, way, 1, 8192),
+                settings=budget if way == "auto" else {},
+                published=of,
+                ours=beside,
+                **axolotl,
+            )
+            for way, of, beside in table
+        ),
     ]
 
 
 def later_rows() -> list[Row]:
     """Part O: more of others' figures, for a second day."""
-    tune = "pytorch/torchtune README, Llama-3.2-3B on an A100, compiled"
-    ladder = [
-        Row(
-            part="O",
-            model=LLAMA_3B,
-            way=way,
-            micro_batch=2,
-            tokens=4096,
-            engine="adamw",
-            published={"reserved_gib": reserved_gib, "tokens_per_s": tokens_per_s},
-            source=tune,
-        )
-        for way, reserved_gib, tokens_per_s in (
-            ("nothing", 60.0, 7075.0),
-            ("nothing + chunked", 42.9, 9174.0),
-            ("checkpointing + chunked", 24.9, 7210.0),
-            ("all over checkpointing + chunked", 21.8, 7301.0),
-        )
-    ]
-    longest = Row(
-        part="O",
-        model="llama:8b",
-        way="long_context, streamed",
-        micro_batch=1,
-        tokens=78475,
-        lora_rank=32,
-        engine="adamw",
-        attention="flash",
-        cap_gib=CARD_24_GIB,
-        num_warmup=0,
-        num_steps=1,
-        source="Unsloth's benchmark page: 78,475 tokens on 24 GB, QLoRA; here bf16 weights stream",
+    tune: dict[str, Any] = {
+        "source": "pytorch/torchtune README, Llama-3.2-3B on an A100, compiled",
+        "engine": "adamw",
+    }
+    ladder = (
+        ("nothing", 60.0, 7075.0),
+        ("nothing + chunked", 42.9, 9174.0),
+        ("checkpointing + chunked", 24.9, 7210.0),
+        ("all over checkpointing + chunked", 21.8, 7301.0),
     )
-    titan = "pytorch/torchtitan pull request 4636: the peak keeps its budget, and 5 % are gained"
-    budgets = [
-        Row(
-            part="O",
-            model=QWEN3_8B,
-            way="auto",
-            micro_batch=1,
-            tokens=8192,
-            engine="plain",
-            settings={"device_memory_gib": budget},
-            num_warmup=1,
-            num_steps=2,
-            source=titan,
-        )
-        for budget in (52.0, 56.0, 60.0, 64.0)
+    unsloth: dict[str, Any] = {
+        "source": "Unsloth's benchmark page: 78,475 tokens on 24 GB, QLoRA; here bf16 weights "
+        "stream",
+        **{**_ADAPTERS, "lora_rank": 32, "attention": "flash", "cap_gib": CARD_24_GIB},
+        **_steps(0, 1),
+    }
+    titan: dict[str, Any] = {
+        "source": "pytorch/torchtitan pull request 4636: the peak keeps its budget, and 5 % are "
+        "gained",
+        "engine": "plain",
+        **_steps(1, 2),
+    }
+    return [
+        *(
+            Row(
+                *("O", LLAMA_3B, way, 2, 4096),
+                published={"reserved_gib": reserved_gib, "tokens_per_s": tokens_per_s},
+                **tune,
+            )
+            for way, reserved_gib, tokens_per_s in ladder
+        ),
+        Row("O", "llama:8b", "long_context, streamed", 1, 78475, **unsloth),
+        *(
+            Row("O", QWEN3_8B, "auto", 1, 8192, settings={"device_memory_gib": budget}, **titan)
+            for budget in (52.0, 56.0, 60.0, 64.0)
+        ),
     ]
-    return [*ladder, longest, *budgets]
 
 
 def limit_rows() -> list[Row]:
     """Part P: two layers of Llama-8B at 524,288 tokens, ballast for the other thirty."""
-    return [
-        Row(
-            part="P",
-            model=LLAMA_8B_2_LAYERS,
-            way="long_context",
-            micro_batch=1,
-            tokens=524288,
-            lora_rank=16,
-            engine="adamw",
-            attention="flash",
-            ballast_gib=30 * 436_224_000 / 2**30,
-            num_warmup=0,
-            num_steps=1,
-        )
-    ]
+    ballast_gib = 30 * 436_224_000 / 2**30
+    how = {**_ADAPTERS, "attention": "flash", "ballast_gib": ballast_gib, **_steps(0, 1)}
+    return [Row("P", LLAMA_8B_2_LAYERS, "long_context", 1, 524288, **how)]
 
 
 def all_rows() -> list[Row]:

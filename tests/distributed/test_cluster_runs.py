@@ -35,7 +35,7 @@ what one node sends around a step's end may count for the next."""
 def _namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         cluster_checks.check_system()
-        cluster_checks.check_kernel(cluster_checks.find_isolation(), needs_delay=False)
+        cluster_checks.check_kernel(cluster_checks.find_isolation())
     except ConfigError as error:
         pytest.skip(f"not run: {error}")
     # The nodes import what this process does.

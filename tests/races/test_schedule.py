@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from studies.simulate_schedule import UNIT_LAYERS, run_schedule
+from tests.helpers.simulation.schedule_runs import UNIT_LAYERS, run_schedule
 
 NUM_LAYERS = UNIT_LAYERS.num_layers
 LAYER_BYTES = UNIT_LAYERS.layer_bytes

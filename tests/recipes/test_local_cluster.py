@@ -38,7 +38,7 @@ def isolation() -> str:
     try:
         cluster_checks.check_system()
         found = cluster_checks.find_isolation()
-        cluster_checks.check_kernel(found, needs_delay=False)
+        cluster_checks.check_kernel(found)
     except ConfigError as error:
         pytest.skip(f"not run: {error}")
     return found
@@ -61,10 +61,6 @@ def run_main(*options: str) -> int:
         (["--nodes", "1"], "--nodes is 1; expected 2 to 64"),
         (["--rate", "50"], "--rate is '50'; expected a rate from 100kbit to 100gbit"),
         (["--rate", "0mbit"], "--rate is '0mbit'"),
-        (["--delay", "5"], "--delay is '5'; expected more than 0 and at most 1s"),
-        (["--port", "80"], "--port is 80; expected 1024 to 65535"),
-        (["--interface", "wlan7"], "--interface is 'wlan7', and the interface that joins"),
-        (["--interface", "lo"], "lo reaches the node itself alone"),
         (["--micro-batches", "1,2,2"], "--micro-batches is '1,2,2'"),
         (["--micro-batches", "a"], "--micro-batches is 'a'"),
         (["--target", "0"], "--target is 0; expected 1 or more"),
@@ -178,10 +174,10 @@ def test_rounds_count_samples_over_all_nodes_or_on_each() -> None:
 NETWORK = """
 import json, subprocess, sys
 from cluster.cluster_namespaces import *
-run_tools([*network_commands(2), *shaping_commands(2, 5.0, None), *unshaping_commands(2)])
+run_tools([*network_commands(2), *shaping_commands(2, 5.0), *unshaping_commands(2)])
 unshaped = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True).stdout
 assert "tbf" not in unshaped, unshaped
-run_tools(shaping_commands(2, 50.0, None))
+run_tools(shaping_commands(2, 50.0))
 SERVE = "import socket; s = socket.create_server(('', 5000)); print(flush=True); c = s.accept()[0]\\n"
 SERVE += "n = 0\\nwhile d := c.recv(65536): n += len(d)\\nprint(n)"
 SEND = "import socket; s = socket.create_connection(('10.77.0.11', 5000)); s.sendall(bytes(10**6))"
@@ -241,7 +237,6 @@ def settings_of(python: str, *, fault: Fault | None = None, **changes: Any) -> S
         "model_size": "mini",
         "options": [],
         "timeout_s": 1.0,
-        "interface": "eth0",
         "work_dir": "",
         "output_dir": None,
         "save_steps": 0,
@@ -249,8 +244,6 @@ def settings_of(python: str, *, fault: Fault | None = None, **changes: Any) -> S
     }
     return SupervisorSettings(
         node=NodeSettings(**values),
-        delay_ms=None,
-        port=29500,
         python=python,
         launch_options=[],
         start_timeout_s=changes.get("start_timeout_s", 60.0),

@@ -1,4 +1,4 @@
-"""The harness's command line: ``pyao bench`` and ``recipes/bench/bench_offload.py``."""
+"""The harness's command line: ``pyao bench``, whose options ``recipes/bench/board.py`` has too."""
 
 from __future__ import annotations
 

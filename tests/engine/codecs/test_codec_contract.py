@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.bench_codecs import STUDY_CODECS, study_codec
 from hf_pyao.engine.codecs import Codec, Encoded
 from hf_pyao.engine.codecs.grid import AMAX_FLOOR
 from hf_pyao.engine.codecs.grouped import GroupedCodec
-from studies.study_codecs import STUDY_CODECS, study_codec
 from tests.helpers.codec_tensors import FLOATS, bits, tensors
 
 every_codec = pytest.mark.parametrize("name", STUDY_CODECS)

@@ -22,12 +22,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from bench.bench_codecs import study_codec
 from hf_pyao.engine.codecs import backend
 from hf_pyao.engine.codecs.base import flatten
 from hf_pyao.engine.codecs.bitmask import _pack_bits, _unpack_bits
 from hf_pyao.engine.codecs.grid import MAX_KERNEL_GROUP
 from hf_pyao.engine.codecs.grouped import GroupedCodec, GroupedSpec
-from studies.study_codecs import study_codec
 from tests.gpu.device import no_host_waits
 from tests.helpers.codec_tensors import FLOATS, bits, tensors
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.bench_codecs import study_codec
 from hf_pyao.engine.codecs import get_codec
 from hf_pyao.engine.codecs.base import flatten
 from hf_pyao.engine.codecs.fp8 import Fp8Codec
 from hf_pyao.engine.codecs.grid import AMAX_FLOOR
-from studies.study_codecs import study_codec
 from tests.helpers.codec_tensors import bits
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from bench.bench_codecs import study_codec
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.plan.step.ledger import MemoryLedger
-from studies.study_codecs import study_codec
 from tests.helpers.simulation.transport import SimulatedTicket, SimulatedTransport
 
 NUM_LAYERS, NUM_SLOTS = 4, 16

@@ -22,7 +22,7 @@ def published(name: str) -> dict[str, Any]:
 
 def test_smoke(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    bench_head_loss.main(["--smoke", "--out", str(out)])
+    bench_head_loss.main(["--smoke", "--result", str(out)])
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert [row["head_loss_num_chunked"] for row in rows] == [4, 4]  # warm-up, two, the ledger
     assert rows[1]["head_loss_num_chunks"] > 1

@@ -1,4 +1,4 @@
-"""The harness as users start it: its smoke run, from a folder without an installed hf_pyao."""
+"""``pyao bench`` as users start it: its smoke run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchReport
 from hf_pyao.tools.bench.arguments import SMOKE_METHODS
-from tests.recipes.conftest import RECIPES, run_once
+from tests.recipes.conftest import run_once
 
 pytestmark = pytest.mark.thorough  # the bench tests run the same in one process
 
@@ -14,15 +14,8 @@ pytestmark = pytest.mark.thorough  # the bench tests run the same in one process
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
     """What the smoke run printed, and the report that it wrote."""
-    command = (
-        RECIPES / "bench" / "bench_offload.py",
-        "--smoke",
-        "--device",
-        "cpu",
-        "--output",
-        "out.json",
-    )
-    folder, printed = run_once(tmp_path_factory, "bench_offload", *command, timeout=300)
+    command = ("-m", "hf_pyao.cli", "bench", "--smoke", "--device", "cpu", "--output", "out.json")
+    folder, printed = run_once(tmp_path_factory, "pyao_bench", *command, timeout=300)
     return printed, BenchReport.from_json_file(folder / "out.json")
 
 
@@ -50,10 +43,3 @@ def test_rows_have_times_memory_and_equal_gradients(smoke: tuple[str, BenchRepor
     ours = report.row_of("pyao-window")
     assert ours is not None
     assert ours.metrics["num_slots"] > 0
-
-
-def test_an_unknown_size_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from bench import bench_offload
-
-    assert bench_offload.main(["--model", "opt:1.3c"]) == 2
-    assert "unknown size of opt '1.3c'; did you mean '1.3b'?" in capsys.readouterr().err
