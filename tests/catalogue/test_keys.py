@@ -36,7 +36,6 @@ FOREIGN = {
     ("files.py", "ValueError"): "caught in this file",
     ("model/losses/stand_in.py", "AttributeError"): "what hasattr expects",
     ("model/tiles/linears.py", "NeedsValuesError"): "why an MLP is left alone",
-    ("model/tiles/mlp_kinds.py", "NotTokenWise"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
     ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",

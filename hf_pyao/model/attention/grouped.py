@@ -9,141 +9,96 @@ the results of one group that are copied, exist for one group at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_pyao.engine.recompute.kept_attention import run_as_one_kernel
-from hf_pyao.errors import ConflictError
-from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, Kernel
+from hf_pyao.model.attention.kernels import AttentionCall, Kernel
 from hf_pyao.plan.options.group_plan import Group, GroupPlan
 
 
-@dataclass(frozen=True)
-class GroupedCall:
-    """One call of attention in groups."""
-
-    kernel: Kernel
-    plan: GroupPlan
-    settings: AttentionSettings
-
-
-def attention_in_groups(call: GroupedCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attention_in_groups(kernel: Kernel, plan: GroupPlan, call: AttentionCall) -> Tensor:
     """Return scaled dot-product attention, one group after the other.
 
     Differentiable once, as the kernels are.
 
     Args:
-        call: the kernel, its groups and settings.
-        query: (batch, heads, length, head_dim).
-        key: (batch, key-value heads, length of the keys, head_dim).
-        value: as *key*.
+        kernel: runs for each group.
+        plan: the groups.
+        call: tensors of the dtype in which *kernel* computes, and no mask.
 
     Returns:
         (batch, heads, length, head_dim), with the strides that the kernel gives.
     """
-    result: Tensor = _AttentionInGroups.apply(call, query, key, value)  # type: ignore[no-untyped-call]
+    result: Tensor = _InGroups.apply(kernel, plan, call[3:], *call[:3])  # type: ignore[no-untyped-call]
     return result
 
 
-class _AttentionInGroups(torch.autograd.Function):
+class _InGroups(torch.autograd.Function):
     """Runs a kernel for each group, and its backward for each group."""
 
     @staticmethod
-    def forward(ctx: Any, call: GroupedCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, kernel: Kernel, plan: GroupPlan, options: tuple[Any, ...], *tensors: Tensor
+    ) -> Tensor:
         """Return the output of all groups."""
-        ctx.call = call
+        query, key, value = tensors
+        call = AttentionCall(query, key, value, *options)
+        ctx.call = kernel, plan, options
         ctx.set_materialize_grads(False)
         out, logsumexp, *state = run_as_one_kernel(
-            _run_forward, (call, query, key, value), draws=call.settings.dropout_p > 0
+            _run_forward, (kernel, plan, call), draws=call.dropout_p > 0
         )
         ctx.save_for_backward(key, query, value, logsumexp, out, *state)
         result: Tensor = out
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value."""
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of query, key and value; autograd drops what needs none."""
         if grad is None:
-            return (None,) * 4
-        found = _Gradients.apply(ctx.call, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return None, *found  # autograd drops those of inputs that need none
+            return (None,) * 6
+        kernel, plan, options = ctx.call
+        key, query, value, logsumexp, out, *state = ctx.saved_tensors
+        call, num_pairs = AttentionCall(query, key, value, *options), 0
+        wholes = kernel.empty_gradients(call)
+        for group in plan.groups():
+            part, of_query, of_key = _part_of(call, group)
+            kernel.backward(
+                part,
+                (grad[of_query], out[of_query], logsumexp[of_query]),
+                kernel.state_after(state, num_pairs) if call.dropout_p else state,
+                (wholes[0][of_query], wholes[1][of_key], wholes[2][of_key]),
+            )
+            num_pairs += part.query.shape[0] * part.query.shape[1]
+        return (None, None, None, *wholes)
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients, as a node of its own: where they are differentiated, it refuses by name."""
-
-    @staticmethod
-    def forward(ctx: Any, call: GroupedCall, grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        """Run the kernel's backward for each group."""
-        return _run_backward(call, grad, *saved)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
-        """Refuse."""
-        raise ConflictError(
-            "the gradients of attention in groups are differentiated again (create_graph=True), "
-            "which the kernels of attention cannot do, in groups or not. For second derivatives "
-            "give attention_groups='off' and use torch's formula: "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
-            key="second-derivatives",
-        )
-
-
-def _run_forward(
-    call: GroupedCall, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
+def _run_forward(kernel: Kernel, plan: GroupPlan, call: AttentionCall) -> tuple[Tensor, ...]:
     """Return output, logsumexp and the state of dropout."""
-    kernel = call.kernel
-    wholes = kernel.empty_outputs(query)
-    state: Sequence[Tensor] | None = None
-    for group in call.plan.groups():
-        of_query, of_key = _parts_of(group, query, key)
-        out, logsumexp, *state_of_group = kernel.forward(
-            query[of_query], key[of_key], value[of_key], call.settings
-        )
-        state = state_of_group if state is None else state
+    wholes = kernel.empty_outputs(call.query)
+    state: Sequence[Tensor] = ()
+    for group in plan.groups():
+        part, of_query, _ = _part_of(call, group)
+        out, logsumexp, *of_group = kernel.forward(part)
+        state = state or of_group
         wholes[0][of_query] = out
         wholes[1][of_query] = logsumexp
         del out, logsumexp
-    return *wholes, *(state or ())
+    return *wholes, *state
 
 
-def _run_backward(
-    call: GroupedCall,
-    grad: Tensor,
-    key: Tensor,
-    query: Tensor,
-    value: Tensor,
-    logsumexp: Tensor,
-    out: Tensor,
-    *state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv."""
-    kernel, num_pairs = call.kernel, 0
-    wholes = kernel.empty_gradients(query, key, value)
-    whole = BackwardCall(grad, query, key, value, out, logsumexp, state, call.settings, wholes)
-    for group in call.plan.groups():
-        of_query, of_key = _parts_of(group, query, key)
-        part = whole.of_queries(of_query)._replace(
-            key=key[of_key],
-            value=value[of_key],
-            into=(wholes[0][of_query], wholes[1][of_key], wholes[2][of_key]),
-        )
-        if call.settings.dropout_p:
-            part = part._replace(state=kernel.state_after(state, num_pairs))
-        kernel.backward(part)
-        num_pairs += part.query.shape[0] * part.query.shape[1]
-    return wholes
-
-
-def _parts_of(
-    group: Group, query: Tensor, key: Tensor
-) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """Return where a group lies in what has the query's heads, and in what has the key's."""
-    ratio = query.shape[1] // key.shape[1]
+def _part_of(
+    call: AttentionCall, group: Group
+) -> tuple[AttentionCall, tuple[slice, slice], tuple[slice, slice]]:
+    """Return the call of a group, and where it lies among the query's heads and the key's."""
+    ratio = call.query.shape[1] // call.key.shape[1]
     samples = slice(group.first_sample, group.end_sample)
-    heads = slice(group.first_head, group.end_head)
-    return (samples, slice(heads.start * ratio, heads.stop * ratio)), (samples, heads)
+    of_query = samples, slice(group.first_head * ratio, group.end_head * ratio)
+    of_key = samples, slice(group.first_head, group.end_head)
+    query, key, value = call.query[of_query], call.key[of_key], call.value[of_key]
+    return call._replace(query=query, key=key, value=value), of_query, of_key

@@ -23,94 +23,70 @@ from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings, se
 WAVES_OF_AUTO = 8
 """Times the blocks that fill the device: with ``"auto"`` a group has at least as many."""
 
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What a kernel is told besides query, key and value."""
-
-    is_causal: bool = False
-    scale: float | None = None
-    """None: one over the square root of the head dimension."""
-    dropout_p: float = 0.0
+Three = tuple[Tensor, Tensor, Tensor]
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+class AttentionCall(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``.
 
+    Query has shape (batch, heads, length, head_dim), key and value (batch, key-value heads, length
+    of the keys, head_dim).
+    """
 
-class BackwardCall(NamedTuple):
-    """Arguments of attention's backward, for all samples and heads or a part of them."""
-
-    grad: Tensor
-    """Of the output."""
     query: Tensor
     key: Tensor
     value: Tensor
-    out: Tensor
-    logsumexp: Tensor
-    state: Sequence[Tensor]
-    """Of dropout."""
-    settings: AttentionSettings
-    into: Gradients
-    """Tensors of the inputs' shapes, which the gradients are written to."""
-
-    def of_queries(self, part: tuple[slice, slice]) -> BackwardCall:
-        """Return the call for *part* of what has the query's heads; keys and values stay whole."""
-        return self._replace(
-            grad=self.grad[part],
-            query=self.query[part],
-            out=self.out[part],
-            logsumexp=self.logsumexp[part],
-        )
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of attention: PyTorch's flash attention for CPUs, which allocates little inside.
+    """A kernel of attention: PyTorch's flash attention for CPUs, which allocates little inside."""
 
-    Tensors have shape (batch, heads, length, head_dim). Others are its subclasses.
-    """
+    is_deterministic = False
+    """Whether backward takes an algorithm whose bits depend on how many pairs there are."""
 
-    @property
-    def is_deterministic(self) -> bool:
-        """True if backward takes an algorithm whose bits depend on how many pairs there are."""
-        return False
-
-    def least_pairs(self, length: int, dropout_p: float) -> int:
+    def least_pairs(self, call: AttentionCall, *, is_auto: bool) -> int:
         """Return the fewest pairs of a sample and a query head with which bits stay the same.
 
         Args:
-            length: of the queries.
-            dropout_p: the rate of dropout.
+            call: all pairs.
+            is_auto: they are to fill the device well, too.
         """
         return 1
 
-    def least_pairs_of_auto(self, length: int) -> int:
-        """Return how many such pairs fill the device well."""
-        return 1
-
-    def pair_bytes(self, query: Tensor, key: Tensor) -> int:
+    def pair_bytes(self, call: AttentionCall) -> int:
         """Return what backward allocates inside for one sample and one key-value head, in bytes."""
         return 0
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> tuple[Tensor, ...]:
+    def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
         """Return the output, the logsumexp of each row (float32), and the state of dropout."""
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, settings.dropout_p, settings.is_causal, scale=settings.scale
+        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *call[:3], call.dropout_p, call.is_causal, scale=call.scale
         )
         return found
 
-    def backward(self, call: BackwardCall) -> None:
-        """Write the gradients of query, key and value into ``call.into``."""
+    def backward(
+        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
+    ) -> None:
+        """Write the gradients of query, key and value.
+
+        Args:
+            call: a group.
+            given: of its queries the gradient of the output, the output, and the logsumexp.
+            state: of dropout, from :meth:`state_after`.
+            into: tensors of the shapes of query, key and value, which are written to.
+        """
+        grad, out, logsumexp = given
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: Gradients = backward(
-            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp),
-            *(call.settings.dropout_p, call.settings.is_causal),
-            scale=call.settings.scale,
-        )
-        _write(found, call.into)
+        tensors = (grad, *call[:3], out, logsumexp)
+        found = backward(*tensors, call.dropout_p, call.is_causal, scale=call.scale)
+        for whole, part in zip(into, found, strict=True):
+            whole.copy_(part)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state of dropout for the group behind *num_pairs* sample-head pairs."""
@@ -118,14 +94,17 @@ class Kernel:
 
     def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and logsumexp as forward allocates them for all of *query*."""
-        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
-        batch, heads, length = query.shape[:3]
-        strides = (length * heads, 1, heads)
-        return _like(query), query.new_empty_strided((batch, heads, length), strides, dtype=dtype)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        options: Any = {"dtype": dtype, "device": query.device}
+        rows = torch.empty_permuted(query.shape[:3], (0, 2, 1), **options)
+        return torch.empty_like(query), rows
 
-    def empty_gradients(self, *inputs: Tensor) -> Gradients:
+    def empty_gradients(self, call: AttentionCall) -> Three:
         """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = map(_tokens_first, inputs)
+        query, key, value = (
+            torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype, device=each.device)
+            for each in call[:3]
+        )
         return query, key, value
 
 
@@ -153,104 +132,96 @@ class FlashKernel(Kernel):
     device: KernelSettings = ANY_DEVICE
     """The device's multiprocessors, and whether the kernel is deterministic."""
 
-    def least_pairs(self, length: int, dropout_p: float) -> int:
-        """Return the fewest pairs of a sample and a query head with which bits stay the same."""
-        splits_not = 1 if dropout_p else -(-self._filling() // -(-max(length, 1) // 64))
-        return max(splits_not, self.device.multiprocessors if self.is_deterministic else 1)
-
     @property
-    def is_deterministic(self) -> bool:
-        """True if splits of backward's sums depend on how many pairs there are."""
+    def is_deterministic(self) -> bool:  # type: ignore[override]
+        """Whether splits of backward's sums depend on how many pairs there are."""
         return self.device.is_deterministic
 
-    def least_pairs_of_auto(self, length: int) -> int:
-        """Return how many such pairs fill the device well."""
-        return -(-WAVES_OF_AUTO * self._filling() // -(-max(length, 1) // 64))
+    def least_pairs(self, call: AttentionCall, *, is_auto: bool) -> int:
+        """Return the fewest pairs of a sample and a query head with which bits stay the same."""
+        filling = -(-8 * self.device.multiprocessors // 5)  # ceil(0.8 x 2 x multiprocessors)
+        waves = WAVES_OF_AUTO if is_auto else 0 if call.dropout_p else 1  # dropout never splits
+        unsplit = -(-waves * filling // -(-call.query.shape[2] // 64))
+        return max(1, unsplit, self.device.multiprocessors if self.is_deterministic else 1)
 
-    def _filling(self) -> int:
-        """Return ceil(0.8 x 2 x multiprocessors)."""
-        return -(-8 * self.device.multiprocessors // 5)
-
-    def pair_bytes(self, query: Tensor, key: Tensor) -> int:
+    def pair_bytes(self, call: AttentionCall) -> int:
         """Return what backward allocates inside for one sample and one key-value head, in bytes."""
-        shape = AttentionShape(
-            batch=1,
-            heads=query.shape[1] // key.shape[1],
-            key_heads=1,
-            queries=query.shape[2],
-            keys=key.shape[2],
-            head_dim=query.shape[3],
-            value_dim=query.shape[3],
-            itemsize=query.element_size(),
-        )
+        _, heads, length, width = call.query.shape
+        _, key_heads, keys, _ = call.key.shape
+        itemsize = call.query.element_size()
+        shape = AttentionShape(1, heads // key_heads, 1, length, keys, width, width, itemsize)
         whole = self.device._replace(is_deterministic=False)  # of many pairs, with one split
         return sum(flash_backward(shape, whole).values())
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> tuple[Tensor, ...]:
+    def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
         """Return output, logsumexp, and the two tensors of the random number generator's state."""
         found = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, settings.dropout_p, settings.is_causal, False, scale=settings.scale
+            *call[:3], call.dropout_p, call.is_causal, False, scale=call.scale
         )
         return found[0], found[1], found[6], found[7]
 
-    def backward(self, call: BackwardCall) -> None:
-        """Write the gradients of query, key and value into ``call.into``."""
-        num_samples, num_heads = call.query.shape[:2]
-        has_gaps = num_samples > 1 and call.settings.dropout_p  # in the order of one head's masks
-        is_alone = call.key.shape[1] == 1 and num_heads > 1
-        if not is_alone or has_gaps or not self._is_filled_by(call.query):
-            self._backward_of(call)
+    def backward(
+        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
+    ) -> None:
+        """Write the gradients; query heads one by one where one of them fills the device."""
+        num_samples, num_heads, _, width = call.query.shape
+        has_gaps = num_samples > 1 and call.dropout_p  # in the order of one head's masks
+        if call.key.shape[1] > 1 or num_heads == 1 or has_gaps or not self._is_filled_by(call):
+            self._backward_of(call, given, state, into)
             return
-        keys, values = (_of_query_heads(each, num_heads) for each in (call.key, call.value))
+        keys, values = (  # for each query head, laid out as ``mha_bwd`` does
+            each.new_empty(num_samples, each.shape[2], num_heads, width).transpose(1, 2)
+            for each in (call.key, call.value)
+        )
         for head in range(num_heads):
             part = (slice(None), slice(head, head + 1))
-            into = call.into[0][part], keys[part], values[part]
-            of_head = call.of_queries(part)._replace(into=into)
-            if call.settings.dropout_p:
-                of_head = of_head._replace(state=self.state_after(call.state, head))
-            self._backward_of(of_head)
-        torch.sum(keys, 1, out=call.into[1][:, 0])
-        torch.sum(values, 1, out=call.into[2][:, 0])
+            grad, out, logsumexp = (each[part] for each in given)
+            self._backward_of(
+                call._replace(query=call.query[part]),
+                (grad, out, logsumexp),
+                self.state_after(state, head) if call.dropout_p else state,
+                (into[0][part], keys[part], values[part]),
+            )
+        torch.sum(keys, 1, out=into[1][:, 0])
+        torch.sum(values, 1, out=into[2][:, 0])
 
-    def _is_filled_by(self, query: Tensor) -> bool:
+    def _is_filled_by(self, call: AttentionCall) -> bool:
         """Say whether one query head of each sample fills the device well."""
-        length = query.shape[2]
-        least = max(self.least_pairs(length, 0.0), self.least_pairs_of_auto(length))
-        return query.shape[0] >= least
+        return call.query.shape[0] >= self.least_pairs(call, is_auto=True)
 
-    def _backward_of(self, call: BackwardCall) -> None:
+    def _backward_of(
+        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
+    ) -> None:
+        grad, out, logsumexp = given
+        lengths = call.query.shape[-2], call.key.shape[-2]
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found: Gradients = backward(
-            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp, None, None),
-            *(call.query.shape[-2], call.key.shape[-2]),
-            *(call.settings.dropout_p, call.settings.is_causal, *call.state),
-            scale=call.settings.scale,
-        )
-        _write(found, call.into)
+        tensors = (grad, *call[:3], out, logsumexp, None, None, *lengths)
+        found = backward(*tensors, call.dropout_p, call.is_causal, *state, scale=call.scale)
+        for whole, part in zip(into, found, strict=True):
+            whole.copy_(part)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state with the offset behind *num_pairs* pairs; the seed stays."""
-        seed_and_offset, unused = state
         if not num_pairs:
             return state
-        moved = seed_and_offset.clone()
+        moved = state[0].clone()  # seed and offset
         moved.view(torch.int64)[1:].add_(32 * num_pairs)
-        return moved, unused
+        return moved, state[1]
 
     def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and logsumexp as forward allocates them for all of *query*."""
-        return _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    def empty_gradients(self, *inputs: Tensor) -> Gradients:
+    def empty_gradients(self, call: AttentionCall) -> Three:
         """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = map(_like, inputs)
-        return query, key, value
+        return (
+            torch.empty_like(call.query),
+            torch.empty_like(call.key),
+            torch.empty_like(call.value),
+        )
 
 
-@dataclass(frozen=True)
-class NoKernel:
+class NoKernel(NamedTuple):
     """Why a call of attention is left to torch."""
 
     reason: str
@@ -258,107 +229,40 @@ class NoKernel:
     """What makes torch choose a kernel that runs in groups; empty if nothing is known to."""
 
 
-def chosen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, *, enable_gqa: bool
-) -> Kernel | NoKernel:
-    """Return the kernel that torch chooses for a call without a mask, or why it is left to torch.
-
-    Args:
-        query: (batch, heads, length, head_dim).
-        key: (batch, key-value heads, length of the keys, head_dim).
-        value: as *key*.
-        settings: what the call says besides.
-        enable_gqa: as ``scaled_dot_product_attention`` takes it.
-    """
+def chosen_kernel(call: AttentionCall) -> Kernel | NoKernel:
+    """Return the kernel that torch chooses for a call without a mask, or why it is torch's."""
+    is_fake = any(isinstance(each, FakeTensor) for each in call[:3])
     try:
-        backend = _choice(query, key, value, settings, enable_gqa)
+        # Unseen by dispatch modes.
+        with contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch():
+            choose: Any = torch._fused_sdp_choice
+            number = choose(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+            backend = SDPBackend(number)
     except (RuntimeError, NotImplementedError):
-        device = query.device.type
+        device = call.query.device.type
         return NoKernel(f"torch does not say which kernel it chooses on {device!r}")
-    if backend != SDPBackend.FLASH_ATTENTION.value:
-        return _OTHERS.get(backend, NoKernel("torch chooses a kernel that is not known"))
-    if query.device.type == "cpu":
+    if backend != SDPBackend.FLASH_ATTENTION:
+        return other_kernel(backend)
+    if call.query.device.type == "cpu":
         return Kernel()
-    return flash_kernel_of(query, settings_of(query.device))
+    return flash_kernel_of(call.query, settings_of(call.query.device))
 
 
-def _choice(
-    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, enable_gqa: bool
-) -> int:
-    """Return the number of the backend that torch chooses, unseen by dispatch modes."""
-    is_fake = any(isinstance(each, FakeTensor) for each in (query, key, value))
-    with contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch():
-        return torch._fused_sdp_choice(
-            query,
-            key,
-            value,
-            None,
-            settings.dropout_p,
-            settings.is_causal,
-            scale=settings.scale,
-            enable_gqa=enable_gqa,
-        )
+def other_kernel(backend: SDPBackend) -> NoKernel:
+    """Return why groups may not use what torch calls *backend*."""
+    return NoKernel(
+        f"torch chooses {backend.name}, which is not known to give the same bits in parts",
+        "torch.backends.cuda.enable_cudnn_sdp(False) makes it choose flash attention"
+        if backend == SDPBackend.CUDNN_ATTENTION
+        else "",
+    )
 
 
 def flash_kernel_of(query: Tensor, device: KernelSettings) -> FlashKernel | NoKernel:
-    """Return flash attention on *device*, or why groups may not use it there.
-
-    Args:
-        query: what the kernel is given.
-        device: the device and the process.
-    """
-    if torch.version.hip is not None:
-        return NoKernel("ROCm's flash attention is not known to give the same bits in parts")
+    """Return flash attention on *device*, or why groups may not use it there."""
     if query.shape[-1] % 8:
         return NoKernel("torch pads the head dimension, which is no multiple of 8")
-    if device.flash_version != 2:
-        version = f"FlashAttention-{device.flash_version}"
-        return NoKernel(f"{version} is not known to give the same bits in parts")
+    if torch.version.hip is not None or device.flash_version != 2:
+        name = "ROCm's" if torch.version.hip is not None else f"version {device.flash_version} of"
+        return NoKernel(f"{name} flash attention is not known to give the same bits in parts")
     return FlashKernel(device)
-
-
-_OTHERS = {
-    SDPBackend.MATH.value: NoKernel("torch chooses its own formula, which no kernel computes"),
-    SDPBackend.EFFICIENT_ATTENTION.value: NoKernel("torch chooses its memory-efficient kernel"),
-    SDPBackend.CUDNN_ATTENTION.value: NoKernel(
-        "torch chooses cuDNN's kernel, which is not known to give the same bits in parts",
-        remedy="torch.backends.cuda.enable_cudnn_sdp(False) makes it choose flash attention",
-    ),
-}
-
-
-def _write(found: Gradients, into: Gradients) -> None:
-    for whole, part in zip(into, found, strict=True):
-        whole.copy_(part)
-
-
-def _of_query_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Return room for the gradients of a key-value head, one for each query head.
-
-    Laid out as (batch, length, heads, head_dim), as ``mha_bwd`` does.
-    """
-    batch, _, length, width = tensor.shape
-    return tensor.new_empty((batch, length, num_heads, width)).transpose(1, 2)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor as ``empty_like`` allocates it inside of the kernels.
-
-    It has the strides of *tensor* where that is dense, and else their order. It is no view, so that
-    what autograd returns may be changed in place as the kernel's may.
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    dense, num_elements = list(strides), 1
-    is_dense = True
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], shape[dim])):
-        is_dense &= shape[dim] == 1 or strides[dim] == num_elements
-        dense[dim] = num_elements
-        num_elements *= shape[dim]
-    return tensor.new_empty_strided(shape, strides if is_dense else dense)
-
-
-def _tokens_first(tensor: Tensor) -> Tensor:
-    """Return an empty tensor like *tensor*, laid out as (batch, length, heads, head_dim)."""
-    _, heads, length, width = tensor.shape
-    strides = (length * heads * width, width, heads * width, 1)
-    return tensor.new_empty_strided(tensor.shape, strides)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import types
 import typing
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +48,41 @@ class LeftBehind:
         # None, by a function that returns its second argument: a pickled model must load where
         # hf_pyao is not installed.
         return typing.cast, (None, None)
+
+
+HandleT = TypeVar("HandleT", bound=Handle)
+
+
+class Exchanged(Generic[HandleT]):
+    """Methods of modules that one part of an attachment has exchanged. Holds the modules weakly.
+
+    Args:
+        key: under which modules keep their handles.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._all: list[tuple[weakref.ref[nn.Module], HandleT]] = []
+
+    def put(self, module: nn.Module, handle: HandleT) -> None:
+        """Let calls of *module*'s forward go to *handle*."""
+        self._all.append((weakref.ref(module), handle))  # first: see [Note: Lasting forwards]
+        exchange(module, self._key, handle)
+
+    def replace(self, other: Callable[[HandleT], HandleT]) -> None:
+        """Exchange each handle for another one."""
+        before = [(module, handle) for ref, handle in self._all if (module := ref()) is not None]
+        self.take_back()
+        for module, handle in before:
+            self.put(module, other(handle))
+
+    def take_back(self) -> None:
+        """Give the modules their forwards back. Harmless if done already, wholly or in part."""
+        while self._all:
+            ref, handle = self._all[-1]
+            if (module := ref()) is not None:
+                give_back(module, self._key, handle)
+            self._all.pop()
 
 
 def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:

@@ -1,4 +1,4 @@
-"""Whether a function treats each token by itself: it is compared with itself, once.
+"""Whether a function treats each token by itself, and what a token takes in it: seen once.
 
 [Note: Comparison] Some tokens of the first batch, a tile's and 4,096 at most, run four times,
 without a graph and without dropout. In two of the runs half of the tokens are exchanged for others,
@@ -6,19 +6,24 @@ each half in turn; the rows of the other half must have the same bits, since the
 same. The last run gets a few of the tokens alone: their rows must be the same but for rounding,
 which differs with the shape. So tokens that mix are seen, and functions of where a token is or of
 how many there are. The modules must come out as they were, and draw no numbers but dropout's.
+
+[Note: Graphs of a few tokens] Before that a few tokens run once, with their graph. What autograd
+saves of them says how many bytes a token takes, and the nodes say which linear layer is the last.
+No trained weight but those of the modules may be in it, since its gradient would be lost.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,6 +31,8 @@ from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError
+from hf_pyao.model.map.sharding import KnownSharding
+from hf_pyao.model.tiles.linears import Linears
 from hf_pyao.ranks import process_rank
 from hf_pyao.text import describe_error
 
@@ -33,9 +40,25 @@ LEAST_TOKENS = 4
 """Fewer tokens are not compared, and run whole."""
 MOST_TOKENS = 4096
 
-_LEAST_COMPARED = 64
-"""As many tokens are compared at least, if a call has them, however small its tiles are."""
+_FEW_TOKENS = 64
+"""So many run with their graph; and as many are compared at least, if a call has them, however
+small its tiles are."""
+_WIDE = 1.5
+"""Times a token's input: a norm that saves more is written out in steps."""
 _DROPOUTS = frozenset({F.dropout, torch.dropout, F.alpha_dropout, torch.alpha_dropout})
+
+
+class Known(NamedTuple):
+    """What the graph of a few tokens says of a function."""
+
+    reason: str = ""
+    """Why it cannot run in tiles; empty if nothing speaks against it."""
+    token_bytes: int = 0
+    """Bytes that a token takes inside, forward and backward, at the peak."""
+    last_linear: int = 0
+    """Which linear layer a second run leaves out: see [Note: Last products] in ``linears``."""
+    is_wide: bool = False
+    """Whether a token saves far more than what goes in."""
 
 
 class Verdict(NamedTuple):
@@ -45,6 +68,69 @@ class Verdict(NamedTuple):
     """Why it may not run on a part of the tokens; empty if it may."""
     draws: bool = False
     """Whether it has dropout."""
+
+
+@contextmanager
+def _aside(modules: Sequence[nn.Module], like: Tensor) -> Iterator[None]:
+    """Put back what is done to *modules* and to random numbers inside, which no mode or hook sees.
+
+    Autocast stays as it is. Operations on fake tensors stay those of their mode.
+    """
+    kind = like.device.type
+    autocast = torch.autocast(
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=False,  # what is cast here is nobody else's
+    )
+    with ExitStack() as stack:
+        stack.callback(StateOfCall(ModuleState(modules, "an MLP"), clones_all=True).undo)
+        for each in (RandomState([like.device]).kept(), _disable_current_modes(), no_hooks()):
+            stack.enter_context(each)
+        stack.enter_context(autocast)
+        if isinstance(like, FakeTensor):
+            stack.enter_context(like.fake_mode)
+        yield
+
+
+def look_at(
+    function: Callable[..., Any], modules: Sequence[nn.Module], inputs: Sequence[Tensor]
+) -> Known:
+    """Run a few tokens of *inputs* with their graph; see [Note: Graphs of a few tokens].
+
+    Args:
+        function: tensors of shape (..., D_i) -> (..., D_out).
+        modules: what it calls, with what is inside. What it changes in them is put back.
+        inputs: of a call.
+    """
+    weights = weights_of(modules)
+    others = {weight.untyped_storage()._cdata for weight in weights}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in others:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    ones = (1,) * (inputs[0].dim() - 2)
+    with _aside(modules, inputs[0]), torch.enable_grad(), Linears({}) as linears:
+        try:
+            given = [_rows(each)[:_FEW_TOKENS].clone().requires_grad_() for each in inputs]
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                output = function(*(each.view(*ones, *each.shape) for each in given))
+        except Exception as error:  # of the module's own code
+            return Known(f"it cannot be run on a part of the tokens: {describe_error(error)}")
+        if not isinstance(output, Tensor):
+            return Known(f"it returns a {type(output).__name__} and not one tensor")
+        if _trains_others(output, [*weights, *given]):
+            return Known("it uses a trained weight of another module")
+        last_linear = linears.num_linears if linears.end_with(output) else 0
+    input_bytes = sum(each.nbytes for each in given)
+    # In backward the gradients of two tensors are alive beside what is saved, and input and output.
+    peak_bytes = sum(saved.values()) + 2 * max(saved.values(), default=0) + 2 * input_bytes
+    is_wide = sum(saved.values()) > _WIDE * input_bytes
+    return Known("", -(-peak_bytes // len(given[0])), last_linear, is_wide)
 
 
 def compare_tokens(
@@ -63,29 +149,15 @@ def compare_tokens(
         inputs: of the first batch, with :data:`LEAST_TOKENS` tokens at least.
         tile_tokens: tokens of a tile; more are compared only where a tile has fewer than 64.
     """
-    device = inputs[0].device
-    state = ModuleState(modules, "an MLP")
-    before, random = StateOfCall(state, clones_all=True), RandomState([device])
-    if unsteady := before.reason_unknown():
-        return Verdict(unsteady)
-    autocast = torch.autocast(
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,  # what is cast here has no graph
-    )
-    with ExitStack() as stack:
-        stack.callback(before.undo)
-        for each in (random.kept(), _disable_current_modes(), no_hooks(), torch.no_grad()):
-            stack.enter_context(each)
-        stack.enter_context(autocast)
-        dropout = stack.enter_context(_WithoutDropout())
-        as_run = StateOfCall(state)
+    with _aside(modules, inputs[0]), torch.no_grad(), _WithoutDropout() as dropout:
+        before, random = StateOfCall(ModuleState(modules, "")), RandomState([inputs[0].device])
+        if unsteady := before.reason_unknown():
+            return Verdict(unsteady)
         try:
             reason = _reason(function, inputs, tile_tokens)
         except Exception as error:  # of the module's own code
             reason = f"it cannot be run on other tokens: {describe_error(error)}"
-        if changed := as_run.first_change():
+        if changed := before.first_change():
             reason = f"it changes {changed}, which is a state"
         elif not random.is_equal(random.now()):
             reason = "it draws random numbers that are not dropout's"
@@ -95,14 +167,12 @@ def compare_tokens(
 def _reason(function: Callable[..., Any], inputs: Sequence[Tensor], tile_tokens: int) -> str:
     num_lead = inputs[0].dim() - 1
     num_tokens = inputs[0].shape[:-1].numel()
-    most = min(num_tokens, MOST_TOKENS, max(tile_tokens, _LEAST_COMPARED))
+    most = min(num_tokens, MOST_TOKENS, max(tile_tokens, _FEW_TOKENS))
     num_tokens = most // LEAST_TOKENS * LEAST_TOKENS
     lead = (num_tokens,) if num_lead == 1 else (*(1,) * (num_lead - 2), 2, num_tokens // 2)
-    rows = [each.detach().reshape(-1, each.shape[-1])[:num_tokens] for each in inputs]
+    rows = [_rows(each)[:num_tokens] for each in inputs]
     given = [each.clone().view(*lead, -1) for each in rows]
     output = function(*given)
-    if not isinstance(output, Tensor):
-        return f"it returns a {type(output).__name__} and not one tensor"
     if output.shape[:-1] != lead:
         return "what it returns is not one row for each token"
     if any(each._version for each in given):
@@ -123,6 +193,35 @@ def _reason(function: Callable[..., Any], inputs: Sequence[Tensor], tile_tokens:
     if not bool(error.double().nan_to_num().norm() <= rounding * wide.nan_to_num().norm()):
         return "it computes with the number or the places of tokens"
     return ""
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return (..., D) as (tokens, D), without its graph."""
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _trains_others(output: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Say whether a leaf that is not among *weights* would get a gradient from *output*."""
+    known = set(map(id, weights))
+    seen: set[Any] = {None, *(weight.grad_fn for weight in weights)}
+    nodes: list[Any] = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                return True
+            nodes.extend(before for before, _ in node.next_functions)
+    return False
+
+
+def weights_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the weights of *parts*, each once; the views that FSDP1 has in their place."""
+    sharding = KnownSharding()
+    modules = (module for part in parts for module in part.modules())
+    every = (weight for module in modules for weight in sharding.weights_of(module))
+    return list({id(weight): weight for weight in every}.values())
 
 
 class _WithoutDropout(TorchFunctionMode):

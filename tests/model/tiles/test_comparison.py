@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.tiles import comparison
-from hf_pyao.model.tiles.comparison import Verdict, agreed, compare_tokens
+from hf_pyao.model.tiles.comparison import Verdict, agreed, compare_tokens, look_at
 from hf_pyao.ranks import ProcessRank
 from tests.model.tiles.mlps import GatedMLP
 
@@ -25,7 +25,10 @@ WIDTH = 32
 def verdict(module: nn.Module, num_lead: int = 2, function: Any = None) -> Verdict:
     torch.manual_seed(3)
     hidden = torch.randn(*((2, 24) if num_lead == 2 else (48,)), WIDTH)
-    return compare_tokens(function or module.forward, [module], [hidden])
+    function = function or module.forward
+    if reason := look_at(function, [module], [hidden]).reason:
+        return Verdict(reason)
+    return compare_tokens(function, [module], [hidden])
 
 
 class Everything(nn.Module):

@@ -395,7 +395,8 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from hf_pyao.model.tiles import plan_tiles, run_in_slices
+    from hf_pyao.model.tiles.sliced import run_in_slices
+    from hf_pyao.plan.options.tile_plan import plan_tiles
     from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
     hidden_size, inner_size = 256, 1024
