@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.attention.grouped import attention_in_groups
-from hf_pyao.model.attention.kernels import AttentionCall, NoKernel, chosen_kernel
+from hf_pyao.model.attention.kernels import (
+    AttentionCall,
+    NoKernel,
+    attention_in_groups,
+    chosen_kernel,
+)
 from hf_pyao.plan.options.group_plan import plan_groups
 from tests.gpu.device import Device
 

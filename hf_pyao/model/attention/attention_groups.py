@@ -23,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.errors import warn
 from hf_pyao.model.attention import kernels
-from hf_pyao.model.attention.grouped import attention_in_groups
-from hf_pyao.model.attention.kernels import AttentionCall, Kernel, NoKernel
+from hf_pyao.model.attention.kernels import (
+    AttentionCall,
+    FlashKernel,
+    NoKernel,
+    attention_in_groups,
+)
 from hf_pyao.model.map.found_layers import FoundLayers
-from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.model.patching.lasting_forward import Args, Exchanged, Kwargs, LeftBehind, Method
 from hf_pyao.plan.options.group_plan import GroupPlan, plan_groups
 
@@ -136,11 +139,6 @@ class AttentionGroups:
         return {"attention_groups_num_groups": float(plan.num_groups if plan else 0)}
 
 
-def groups_of(model: nn.Module, found: FoundLayers) -> AttentionGroups:
-    """Return what runs the attention of *model*'s layers in groups; nothing does so yet."""
-    return AttentionGroups(class_name(model), found)
-
-
 def _modules_of(found: FoundLayers) -> Iterator[nn.Module]:
     """Yield the outermost modules that are called attention, or else whole layers."""
     for _, layer in found.layers:
@@ -176,19 +174,20 @@ class GroupedAttention(LeftBehind):
         with _AttentionCalls(self):
             return own(*args, **kwargs)
 
-    def divided(self, call: AttentionCall) -> tuple[Kernel, GroupPlan, AttentionCall] | None:
-        """Return the kernel, the groups and the call as autocast has it; None: torch runs it."""
-        found = self._divided(call)
+    def attend(self, own: Method, args: Args, kwargs: Kwargs) -> Any:
+        """Return what a call of attention returns; *own* is torch's function."""
+        found = self._divided(AttentionCall(*args, **kwargs))
         if isinstance(found, NoKernel):
             self._notes.say(found)
-            return None
-        if found is not None:
+        elif found is not None:
             self._notes.last_plan = found[1]
-        return found if found is not None and found[1].num_groups > 1 else None
+            if found[1].num_groups > 1:
+                return attention_in_groups(*found)
+        return own(*args, **kwargs)
 
     def _divided(
         self, call: AttentionCall
-    ) -> tuple[Kernel, GroupPlan, AttentionCall] | NoKernel | None:
+    ) -> tuple[FlashKernel, GroupPlan, AttentionCall] | NoKernel | None:
         tensors = call[:3]
         if not any(each.requires_grad for each in tensors):
             return None
@@ -218,12 +217,6 @@ class GroupedAttention(LeftBehind):
             least_pairs=-(-kernel.least_pairs(call, is_auto=False) // ratio),
             least_pairs_of_auto=-(-kernel.least_pairs(call, is_auto=True) // ratio),
         )
-        if plan.num_groups < 2 and kernel.is_deterministic:
-            return NoKernel(
-                "with deterministic algorithms the kernel allocates as much for a few heads as for "
-                "all of them, unless a group has as many samples times heads as the device has "
-                f"multiprocessors; the call has {batch} samples with {key_heads} key-value heads"
-            )
         return kernel, plan, call
 
 
@@ -238,12 +231,9 @@ class _AttentionCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run *func*, attention in groups."""
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            found = self._grouped.divided(AttentionCall(*args, **kwargs))
-            if found is not None:
-                return attention_in_groups(*found)
-        return func(*args, **kwargs)
+            return self._grouped.attend(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _as_autocast_has_it(tensor: Tensor) -> Tensor:

@@ -3,6 +3,13 @@
 What is known of them is from PyTorch's source: ``aten/src/ATen/native/transformers``, there
 ``cuda/flash_attn/flash_api.cpp`` (``mha_fwd``, ``mha_bwd``, ``num_splits_heuristic``),
 ``cuda/attention_backward.cu`` and ``attention.cpp``.
+
+[Note: Attention in groups] Attention runs one group of samples and heads after the other (see
+[Note: Groups] in ``group_plan``). Forward writes each group's output and logsumexp into one tensor
+each, and autograd saves what it saves for one kernel, in the same order: key, query, value,
+logsumexp, output, the state of dropout. Backward writes each group's gradients into one dq, dk and
+dv. What a kernel allocates inside, and the results of one group that are copied, exist for one
+group at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from hf_pyao.engine.recompute.kept_attention import run_as_one_kernel
 from hf_pyao.plan.hardware.attention_workspaces import AttentionShape, flash_backward
-from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings, settings_of
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
+from hf_pyao.plan.options.group_plan import Group, GroupPlan
 
 WAVES_OF_AUTO = 8
 """Times the blocks that fill the device: with ``"auto"`` a group has at least as many."""
@@ -44,73 +54,9 @@ class AttentionCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel of attention: PyTorch's flash attention for CPUs, which allocates little inside."""
-
-    is_deterministic = False
-    """Whether backward takes an algorithm whose bits depend on how many pairs there are."""
-
-    def least_pairs(self, call: AttentionCall, *, is_auto: bool) -> int:
-        """Return the fewest pairs of a sample and a query head with which bits stay the same.
-
-        Args:
-            call: all pairs.
-            is_auto: they are to fill the device well, too.
-        """
-        return 1
-
-    def pair_bytes(self, call: AttentionCall) -> int:
-        """Return what backward allocates inside for one sample and one key-value head, in bytes."""
-        return 0
-
-    def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
-        """Return the output, the logsumexp of each row (float32), and the state of dropout."""
-        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *call[:3], call.dropout_p, call.is_causal, scale=call.scale
-        )
-        return found
-
-    def backward(
-        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
-    ) -> None:
-        """Write the gradients of query, key and value.
-
-        Args:
-            call: a group.
-            given: of its queries the gradient of the output, the output, and the logsumexp.
-            state: of dropout, from :meth:`state_after`.
-            into: tensors of the shapes of query, key and value, which are written to.
-        """
-        grad, out, logsumexp = given
-        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        tensors = (grad, *call[:3], out, logsumexp)
-        found = backward(*tensors, call.dropout_p, call.is_causal, scale=call.scale)
-        for whole, part in zip(into, found, strict=True):
-            whole.copy_(part)
-
-    def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
-        """Return the state of dropout for the group behind *num_pairs* sample-head pairs."""
-        return state
-
-    def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and logsumexp as forward allocates them for all of *query*."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        options: Any = {"dtype": dtype, "device": query.device}
-        rows = torch.empty_permuted(query.shape[:3], (0, 2, 1), **options)
-        return torch.empty_like(query), rows
-
-    def empty_gradients(self, call: AttentionCall) -> Three:
-        """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = (
-            torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype, device=each.device)
-            for each in call[:3]
-        )
-        return query, key, value
-
-
-@dataclass(frozen=True)
-class FlashKernel(Kernel):
-    """FlashAttention-2 as PyTorch builds it for CUDA.
+class FlashKernel:
+    """FlashAttention-2 as PyTorch builds it for CUDA; or PyTorch's flash attention for CPUs, whose
+    every pair of a sample and a head is computed by itself, and which allocates little inside.
 
     A block of the kernel works on one sample, one head and some rows, so that a part of samples and
     heads has the bits of the whole, except where the number of *splits* depends on how many pairs
@@ -129,23 +75,28 @@ class FlashKernel(Kernel):
     the same masks as one call.
     """
 
-    device: KernelSettings = ANY_DEVICE
-    """The device's multiprocessors, and whether the kernel is deterministic."""
-
-    @property
-    def is_deterministic(self) -> bool:  # type: ignore[override]
-        """Whether splits of backward's sums depend on how many pairs there are."""
-        return self.device.is_deterministic
+    device: KernelSettings | None
+    """The device's multiprocessors, and whether the kernel is deterministic; None: a CPU."""
 
     def least_pairs(self, call: AttentionCall, *, is_auto: bool) -> int:
-        """Return the fewest pairs of a sample and a query head with which bits stay the same."""
-        filling = -(-8 * self.device.multiprocessors // 5)  # ceil(0.8 x 2 x multiprocessors)
+        """Return the fewest pairs of a sample and a query head with which bits stay the same.
+
+        Args:
+            call: all pairs.
+            is_auto: they are to fill the device well, too.
+        """
+        if self.device is None:
+            return 1
+        num_processors = self.device.multiprocessors
+        filling = -(-8 * num_processors // 5)  # ceil(0.8 x 2 x multiprocessors)
         waves = WAVES_OF_AUTO if is_auto else 0 if call.dropout_p else 1  # dropout never splits
         unsplit = -(-waves * filling // -(-call.query.shape[2] // 64))
-        return max(1, unsplit, self.device.multiprocessors if self.is_deterministic else 1)
+        return max(1, unsplit, num_processors if self.device.is_deterministic else 1)
 
     def pair_bytes(self, call: AttentionCall) -> int:
         """Return what backward allocates inside for one sample and one key-value head, in bytes."""
+        if self.device is None:
+            return 0
         _, heads, length, width = call.query.shape
         _, key_heads, keys, _ = call.key.shape
         itemsize = call.query.element_size()
@@ -154,16 +105,27 @@ class FlashKernel(Kernel):
         return sum(flash_backward(shape, whole).values())
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
-        """Return output, logsumexp, and the two tensors of the random number generator's state."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            *call[:3], call.dropout_p, call.is_causal, False, scale=call.scale
-        )
+        """Return output, logsumexp of each row (float32), and the state of dropout."""
+        given, scale = (*call[:3], call.dropout_p, call.is_causal), call.scale
+        aten: Any = torch.ops.aten
+        found: tuple[Tensor, ...]
+        if self.device is None:
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
+            return found
+        found = aten._scaled_dot_product_flash_attention(*given, False, scale=scale)
         return found[0], found[1], found[6], found[7]
 
     def backward(
         self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
     ) -> None:
-        """Write the gradients; query heads one by one where one of them fills the device."""
+        """Write the gradients of query, key and value.
+
+        Args:
+            call: a group.
+            given: of its queries the gradient of the output, the output, and the logsumexp.
+            state: of dropout, from :meth:`state_after`.
+            into: tensors of the shapes of query, key and value, which are written to.
+        """
         num_samples, num_heads, _, width = call.query.shape
         has_gaps = num_samples > 1 and call.dropout_p  # in the order of one head's masks
         if call.key.shape[1] > 1 or num_heads == 1 or has_gaps or not self._is_filled_by(call):
@@ -179,7 +141,7 @@ class FlashKernel(Kernel):
             self._backward_of(
                 call._replace(query=call.query[part]),
                 (grad, out, logsumexp),
-                self.state_after(state, head) if call.dropout_p else state,
+                state_after(state, head) if call.dropout_p else state,
                 (into[0][part], keys[part], values[part]),
             )
         torch.sum(keys, 1, out=into[1][:, 0])
@@ -187,38 +149,43 @@ class FlashKernel(Kernel):
 
     def _is_filled_by(self, call: AttentionCall) -> bool:
         """Say whether one query head of each sample fills the device well."""
-        return call.query.shape[0] >= self.least_pairs(call, is_auto=True)
+        is_cuda = self.device is not None
+        return is_cuda and call.query.shape[0] >= self.least_pairs(call, is_auto=True)
 
     def _backward_of(
         self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
     ) -> None:
-        grad, out, logsumexp = given
-        lengths = call.query.shape[-2], call.key.shape[-2]
-        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        tensors = (grad, *call[:3], out, logsumexp, None, None, *lengths)
-        found = backward(*tensors, call.dropout_p, call.is_causal, *state, scale=call.scale)
+        tensors: tuple[Any, ...] = (given[0], *call[:3], *given[1:])
+        run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if self.device is not None:
+            run = torch.ops.aten._scaled_dot_product_flash_attention_backward
+            tensors += (None, None, call.query.shape[-2], call.key.shape[-2])
+        found = run(*tensors, call.dropout_p, call.is_causal, *state, scale=call.scale)
         for whole, part in zip(into, found, strict=True):
             whole.copy_(part)
 
-    def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
-        """Return the state with the offset behind *num_pairs* pairs; the seed stays."""
-        if not num_pairs:
-            return state
-        moved = state[0].clone()  # seed and offset
-        moved.view(torch.int64)[1:].add_(32 * num_pairs)
-        return moved, state[1]
-
     def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and logsumexp as forward allocates them for all of *query*."""
-        return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        order = (0, 2, 1) if self.device is None else (0, 1, 2)
+        rows: Any = torch.empty_permuted(query.shape[:3], order, dtype=dtype, device=query.device)
+        return torch.empty_like(query), rows
 
-    def empty_gradients(self, call: AttentionCall) -> Three:
-        """Return the gradients of query, key and value as backward allocates them."""
-        return (
-            torch.empty_like(call.query),
-            torch.empty_like(call.key),
-            torch.empty_like(call.value),
-        )
+    def empty_gradient(self, tensor: Tensor) -> Tensor:
+        """Return the gradient of query, key or value as backward allocates it."""
+        if self.device is not None:
+            return torch.empty_like(tensor)
+        options: Any = {"dtype": tensor.dtype, "device": tensor.device}
+        return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), **options)
+
+
+def state_after(state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
+    """Return the state of dropout for the group behind *num_pairs* pairs; the seed stays."""
+    if not num_pairs:
+        return state
+    moved = state[0].clone()  # seed and offset
+    moved.view(torch.int64)[1:].add_(32 * num_pairs)
+    return moved, state[1]
 
 
 class NoKernel(NamedTuple):
@@ -229,7 +196,7 @@ class NoKernel(NamedTuple):
     """What makes torch choose a kernel that runs in groups; empty if nothing is known to."""
 
 
-def chosen_kernel(call: AttentionCall) -> Kernel | NoKernel:
+def chosen_kernel(call: AttentionCall) -> FlashKernel | NoKernel:
     """Return the kernel that torch chooses for a call without a mask, or why it is torch's."""
     is_fake = any(isinstance(each, FakeTensor) for each in call[:3])
     try:
@@ -244,7 +211,7 @@ def chosen_kernel(call: AttentionCall) -> Kernel | NoKernel:
     if backend != SDPBackend.FLASH_ATTENTION:
         return other_kernel(backend)
     if call.query.device.type == "cpu":
-        return Kernel()
+        return FlashKernel(None)
     return flash_kernel_of(call.query, settings_of(call.query.device))
 
 
@@ -266,3 +233,87 @@ def flash_kernel_of(query: Tensor, device: KernelSettings) -> FlashKernel | NoKe
         name = "ROCm's" if torch.version.hip is not None else f"version {device.flash_version} of"
         return NoKernel(f"{name} flash attention is not known to give the same bits in parts")
     return FlashKernel(device)
+
+
+def attention_in_groups(kernel: FlashKernel, plan: GroupPlan, call: AttentionCall) -> Tensor:
+    """Return scaled dot-product attention, one group after the other.
+
+    Differentiable once, as the kernels are.
+
+    Args:
+        kernel: runs for each group.
+        plan: the groups.
+        call: tensors of the dtype in which *kernel* computes, and no mask.
+
+    Returns:
+        (batch, heads, length, head_dim), with the strides that the kernel gives.
+    """
+    result: Tensor = _InGroups.apply(kernel, plan, call[3:], *call[:3])  # type: ignore[no-untyped-call]
+    return result
+
+
+class _InGroups(torch.autograd.Function):
+    """Runs a kernel for each group, and its backward for each group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: FlashKernel, plan: GroupPlan, options: tuple[Any, ...], *tensors: Tensor
+    ) -> Tensor:
+        """Return the output of all groups."""
+        query, key, value = tensors
+        call = AttentionCall(query, key, value, *options)
+        ctx.call = kernel, plan, options
+        ctx.set_materialize_grads(False)
+        out, logsumexp, *state = run_as_one_kernel(
+            _run_forward, (kernel, plan, call), draws=call.dropout_p > 0
+        )
+        ctx.save_for_backward(key, query, value, logsumexp, out, *state)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of query, key and value; autograd drops what needs none."""
+        if grad is None:
+            return (None,) * 6
+        kernel, plan, options = ctx.call
+        key, query, value, logsumexp, out, *state = ctx.saved_tensors
+        call, num_pairs = AttentionCall(query, key, value, *options), 0
+        dq, dk, dv = map(kernel.empty_gradient, call[:3])
+        for group in plan.groups():
+            part, of_query, of_key = _part_of(call, group)
+            kernel.backward(
+                part,
+                (grad[of_query], out[of_query], logsumexp[of_query]),
+                state_after(state, num_pairs) if call.dropout_p else state,
+                (dq[of_query], dk[of_key], dv[of_key]),
+            )
+            num_pairs += part.query.shape[0] * part.query.shape[1]
+        return None, None, None, dq, dk, dv
+
+
+def _run_forward(kernel: FlashKernel, plan: GroupPlan, call: AttentionCall) -> tuple[Tensor, ...]:
+    """Return output, logsumexp and the state of dropout."""
+    wholes = kernel.empty_outputs(call.query)
+    state: Sequence[Tensor] = ()
+    for group in plan.groups():
+        part, of_query, _ = _part_of(call, group)
+        out, logsumexp, *of_group = kernel.forward(part)
+        state = state or of_group
+        wholes[0][of_query] = out
+        wholes[1][of_query] = logsumexp
+        del out, logsumexp
+    return *wholes, *state
+
+
+def _part_of(
+    call: AttentionCall, group: Group
+) -> tuple[AttentionCall, tuple[slice, slice], tuple[slice, slice]]:
+    """Return the call of a group, and where it lies among the query's heads and the key's."""
+    ratio = call.query.shape[1] // call.key.shape[1]
+    samples = slice(group.first_sample, group.end_sample)
+    of_query = samples, slice(group.first_head * ratio, group.end_head * ratio)
+    of_key = samples, slice(group.first_head, group.end_head)
+    query, key, value = call.query[of_query], call.key[of_key], call.value[of_key]
+    return call._replace(query=query, key=key, value=value), of_query, of_key

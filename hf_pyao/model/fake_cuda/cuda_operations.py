@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.engine.codecs import bitmask, grouped
 from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.model.attention import kernels as group_kernels
-from hf_pyao.model.attention.kernels import AttentionCall, Kernel, NoKernel, flash_kernel_of
+from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, NoKernel, flash_kernel_of
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
 from hf_pyao.model.fake_cuda.quick_results import quick_result
 from hf_pyao.plan.hardware.attention_kernels import (
@@ -156,7 +156,7 @@ class _Attention:
         result: torch.Tensor = run(query, key, value, *more, scale=scale)[0]
         return result
 
-    def kernel_in_groups(self, call: AttentionCall) -> Kernel | NoKernel:
+    def kernel_in_groups(self, call: AttentionCall) -> FlashKernel | NoKernel:
         """Stand for :func:`hf_pyao.model.attention.kernels.chosen_kernel`."""
         kernel = choose_attention(_request(call), self._kernels)
         if kernel == FLASH:

@@ -10,12 +10,13 @@ around ours, that stays: ours then only passes calls on.
 
 from __future__ import annotations
 
+import abc
 import inspect
 import types
 import typing
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -29,16 +30,12 @@ _KEYS = "_pyao_handles_"
 _IS_OURS = "_is_pyao_forward"
 
 
-class Handle(Protocol):
-    """What answers for a module's method."""
+class LeftBehind(abc.ABC):
+    """What answers for a module's method; copies and pickles of it are None."""
 
+    @abc.abstractmethod
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what a call of the method returns; *own* is the method that was there before."""
-        ...
-
-
-class LeftBehind:
-    """Mixed into a handle: copies and pickles of it are None."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is a plain model: its methods find no handle."""
@@ -50,7 +47,7 @@ class LeftBehind:
         return typing.cast, (None, None)
 
 
-HandleT = TypeVar("HandleT", bound=Handle)
+HandleT = TypeVar("HandleT", bound=LeftBehind)
 
 
 class Exchanged(Generic[HandleT]):
@@ -85,7 +82,7 @@ class Exchanged(Generic[HandleT]):
             self._all.pop()
 
 
-def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+def exchange(module: nn.Module, key: str, handle: LeftBehind, name: str = "forward") -> None:
     """Let calls of *module*'s method *name* go to *handle*, which is kept under *key*.
 
     Of several handles the one that came last is called first; its own method is the one before.
@@ -100,7 +97,7 @@ def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward")
     module.__dict__[name] = types.MethodType(method, module)
 
 
-def give_back(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+def give_back(module: nn.Module, key: str, handle: LeftBehind, name: str = "forward") -> None:
     """Undo :func:`exchange`, wholly or in part done. Below somebody's method ours stays."""
     if module.__dict__.get(key, handle) is not handle:
         return
@@ -137,16 +134,9 @@ def leads_to_class(module: nn.Module, method: object, name: str = "forward") -> 
     return is_ours and module.__dict__.get(_PREVIOUS + name) is None
 
 
-class _Below:
-    """The method that a handle finds below it, where another handle is."""
-
-    def __init__(self, handle: Handle, module: nn.Module, own: Method) -> None:
-        self._handle = handle
-        self._module = module
-        self._own = own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._handle.run(self._module, self._own, args, kwargs)
+def _above(handle: LeftBehind, module: nn.Module, own: Method) -> Method:
+    """Return the method that another handle finds below it, where *handle* is."""
+    return lambda *args, **kwargs: handle.run(module, own, args, kwargs)
 
 
 def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
@@ -162,7 +152,7 @@ def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
         if handles:
             own_method = wrapped or types.MethodType(getattr(type(self), name), self)
             for handle in handles[:-1]:
-                own_method = _Below(handle, self, own_method)
+                own_method = _above(handle, self, own_method)
             return handles[-1].run(self, own_method, args, kwargs)
         if wrapped is not None:
             return wrapped(*args, **kwargs)

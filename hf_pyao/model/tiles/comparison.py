@@ -49,25 +49,23 @@ _DROPOUTS = frozenset({F.dropout, torch.dropout, F.alpha_dropout, torch.alpha_dr
 
 
 class Known(NamedTuple):
-    """What the graph of a few tokens says of a function."""
+    """What the first call of its kind shows of a function."""
 
     reason: str = ""
-    """Why it cannot run in tiles; empty if nothing speaks against it."""
+    """Why it may not run on a part of the tokens; empty if it may."""
     token_bytes: int = 0
     """Bytes that a token takes inside, forward and backward, at the peak."""
     last_linear: int = 0
     """Which linear layer a second run leaves out: see [Note: Last products] in ``linears``."""
     is_wide: bool = False
     """Whether a token saves far more than what goes in."""
-
-
-class Verdict(NamedTuple):
-    """What the comparison says of a function."""
-
-    reason: str = ""
-    """Why it may not run on a part of the tokens; empty if it may."""
+    is_compared: bool = False
+    """Whether its tokens were compared."""
     draws: bool = False
-    """Whether it has dropout."""
+    """Whether it has dropout, as the comparison has seen."""
+
+
+NOTHING_KNOWN = Known()
 
 
 @contextmanager
@@ -138,8 +136,9 @@ def compare_tokens(
     modules: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     tile_tokens: int = MOST_TOKENS,
-) -> Verdict:
-    """Say whether *function* treats the tokens of *inputs* one by one; see [Note: Comparison].
+    known: Known = NOTHING_KNOWN,
+) -> Known:
+    """Return *known*, and whether *function* treats tokens one by one; see [Note: Comparison].
 
     Waits for the device.
 
@@ -148,11 +147,12 @@ def compare_tokens(
         modules: what it calls, with what is inside. What it changes in them is put back.
         inputs: of the first batch, with :data:`LEAST_TOKENS` tokens at least.
         tile_tokens: tokens of a tile; more are compared only where a tile has fewer than 64.
+        known: what the graph of a few tokens has shown.
     """
     with _aside(modules, inputs[0]), torch.no_grad(), _WithoutDropout() as dropout:
         before, random = StateOfCall(ModuleState(modules, "")), RandomState([inputs[0].device])
         if unsteady := before.reason_unknown():
-            return Verdict(unsteady)
+            return known._replace(reason=unsteady)
         try:
             reason = _reason(function, inputs, tile_tokens)
         except Exception as error:  # of the module's own code
@@ -161,7 +161,7 @@ def compare_tokens(
             reason = f"it changes {changed}, which is a state"
         elif not random.is_equal(random.now()):
             reason = "it draws random numbers that are not dropout's"
-        return Verdict(reason, dropout.draws)
+        return known._replace(reason=reason, is_compared=True, draws=dropout.draws)
 
 
 def _reason(function: Callable[..., Any], inputs: Sequence[Tensor], tile_tokens: int) -> str:
@@ -243,28 +243,28 @@ class _WithoutDropout(TorchFunctionMode):
         return given["input"]
 
 
-def agreed(kind: str, name: str, verdict: Verdict) -> Verdict:
-    """Return the same verdict on all ranks that train together: that of the first one.
+def agreed(kind: str, name: str, reason: str) -> str:
+    """Return why a function may not run on a part of the tokens, as the first rank has seen.
 
     Waits for no rank: each asks the store by which they found each other.
 
     Args:
         kind: of the function; equal on all ranks.
         name: of the function, for the message.
-        verdict: of this rank.
+        reason: of this rank; empty if it may.
 
     Raises:
         ConflictError: another rank has accepted what this one has seen to mix tokens.
     """
     if process_rank().num_ranks < 2 or dist.get_backend() == "fake":
-        return verdict
+        return reason
     store: Any = dist.distributed_c10d._get_default_store()
     key = f"hf_pyao/mlp_tiles/{hashlib.sha256(kind.encode()).hexdigest()}"
-    first = store.compare_set(key, "", f"={verdict.reason}").decode()[1:]
-    if verdict.reason and not first:
+    first: str = store.compare_set(key, "", f"={reason}").decode()[1:]
+    if reason and not first:
         raise ConflictError(
             f"{name} treats tokens one by one on another rank, and not on this one: "
-            f"{verdict.reason}. Set mlp_tiles='off' for this model.",
+            f"{reason}. Set mlp_tiles='off' for this model.",
             key="mlp-not-the-same",
         )
-    return verdict._replace(reason=first)
+    return first

@@ -1,7 +1,7 @@
 """MLPs of a model that run in tiles of tokens: which, how, and what is said of it.
 
-:func:`install_mlp_tiles` exchanges the forwards of modules that are MLPs (see [Note: Lasting
-forwards] in ``lasting_forward``) for ones that run them through ``hf_pyao.model.tiles``. What its
+:class:`MLPTiles` exchanges the forwards of modules that are MLPs (see [Note: Lasting forwards] in
+``lasting_forward``) for ones that run them in tiles, forward and backward, in training. What its
 first batch shows not to treat each token by itself runs whole, and the reason is said.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 from hf_pyao.engine.recompute.verification import TILES, SecondRuns
 from hf_pyao.errors import warn
 from hf_pyao.model.map.found_layers import FoundLayers
-from hf_pyao.model.map.wrappers import class_name, is_compiled_whole
+from hf_pyao.model.map.wrappers import is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import Exchanged
 from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
 from hf_pyao.model.tiles.spread_mlp import SpreadPart
@@ -28,40 +28,13 @@ KEY = "_pyao_mlp_tiles"
 _MOST_REASONS = 3
 
 
-def install_mlp_tiles(
-    model: nn.Module,
-    found: FoundLayers,
-    tiles: int | str,
-    second_runs: SecondRuns | None = None,
-) -> MLPTiles:
-    """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
-
-    Args:
-        model: the model, wrapped or not.
-        found: its layers.
-        tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
-        second_runs: says in which forwards the tiles that run again are checked; None: in none.
-
-    Returns:
-        The handle; its ``uninstall`` gives the modules their methods back.
-    """
-    handle = MLPTiles(class_name(model), tiles, second_runs)
-    try:
-        handle.install(model, found)
-    except BaseException:
-        handle.uninstall()
-        raise
-    handle.tell()
-    return handle
-
-
 class MLPTiles:
-    """The tiled MLPs of a model; made by :func:`install_mlp_tiles`. Holds the model weakly.
+    """The tiled MLPs of a model. Holds it weakly.
 
     Args:
         name: of the model, for messages.
-        tiles: as in :func:`install_mlp_tiles`.
-        second_runs: likewise.
+        tiles: a number of tiles, or ``"auto"`` (see ``plan_tiles``).
+        second_runs: says in which forwards the tiles that run again are checked; None: in none.
     """
 
     def __init__(self, name: str, tiles: int | str, second_runs: SecondRuns | None = None) -> None:
@@ -75,7 +48,14 @@ class MLPTiles:
         self._exchanged: Exchanged[Part] = Exchanged(KEY)
 
     def install(self, model: nn.Module, found: FoundLayers) -> None:
-        """Exchange the forwards of what may run in tiles. Called once."""
+        """Exchange the forwards of what may run in tiles. Called once.
+
+        If it raises, :meth:`uninstall` takes back what was exchanged.
+
+        Args:
+            model: the model, wrapped or not.
+            found: its layers.
+        """
         is_whole, most_bytes = is_compiled_whole(model), 0
         for mlp in find_mlps(found):
             reason = mlp.reason if isinstance(mlp, NotFound) else _reason_of(mlp)
@@ -91,6 +71,7 @@ class MLPTiles:
             if _reason_of(norm) is None:
                 self._norms.append(norm.path)
                 self._put_on(norm, most_bytes)
+        self._tell()
 
     def _put_on(self, mlp: FoundMLP, weight_bytes: int) -> None:
         tiled = TiledMLP(mlp, self.tiles, weight_bytes, self._notes)
@@ -124,15 +105,15 @@ class MLPTiles:
     @property
     def num_tiled(self) -> int:
         """MLPs that run in tiles."""
-        return sum(not self._notes.reason_of(path) for path in self._mlps)
+        return sum(not self._notes.known_of(path).reason for path in self._mlps)
 
     @property
     def num_norms_tiled(self) -> int:
         """Norms that do, as far as they have run: those that are written out in steps."""
-        both = ((self._notes.known_of(path), self._notes.reason_of(path)) for path in self._norms)
-        return sum(known.is_wide and not reason for known, reason in both)
+        known = map(self._notes.known_of, self._norms)
+        return sum(each.is_wide and not each.reason for each in known)
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Log what does not run in tiles; as a warning if that is all and a number was given."""
         is_asked_for = not self.num_tiled and self.tiles != "auto"
         level = logging.WARNING if is_asked_for else logging.INFO
@@ -162,7 +143,7 @@ class MLPTiles:
 
     def _described_left(self) -> str:
         """Say which MLPs run whole, from the start or since their first batch, and why."""
-        both = [NotFound(path, self._notes.reason_of(path)) for path in self._mlps]
+        both = [NotFound(path, self._notes.known_of(path).reason) for path in self._mlps]
         left: dict[str, list[str]] = {}
         for path, reason in (*self._left, *both):
             left.setdefault(reason, []).append(path)

@@ -179,28 +179,19 @@ class _RunSlices(torch.autograd.Function):
         left_out = rerun.last_linear if rerun.check is None else 0
         with rerun.watch():
             try:
-                found = _run_backward(ctx, inputs, needs, grad_output, left_out)
+                with ctx.surroundings.put_back(), ctx.state.put_back():
+                    found = _gradients(ctx, inputs, needs, grad_output, left_out)
             except NeedsValuesError:
-                found = _run_backward(ctx, inputs, needs, grad_output, 0)
+                with ctx.surroundings.put_back(), ctx.state.put_back():
+                    found = _gradients(ctx, inputs, needs, grad_output, 0)
         return (*(None,) * num_other, *found)
 
 
-def _run_backward(
+def _gradients(
     ctx: Any, inputs: Sequence[Tensor], needs: Sequence[bool], grad_output: Tensor, left_out: int
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
-    with ctx.surroundings.put_back(), ctx.state.put_back():
-        return _gradients(ctx.call, ctx.noted, inputs, needs, grad_output, left_out)
-
-
-def _gradients(
-    call: _Call,
-    noted: Sequence[Any],
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
-    grad_output: Tensor,
-    left_out: int,
-) -> list[Tensor | None]:
+    call: _Call = ctx.call
     of_inputs, of_weights = needs[: len(inputs)], needs[len(inputs) :]
     weights = list(call.weights())
     if versions_of(weights) != call.versions:
@@ -222,7 +213,8 @@ def _gradients(
             each.requires_grad_(need)
         output = _run_again(call, given, sums, left_out)
         if (check := call.rerun.check) is not None:
-            check.compare([noted[index]], [check.note_again(noted[index], _rows_of(output))])
+            before = ctx.noted[index]
+            check.compare([before], [check.note_again(before, _rows_of(output))])
         leaves = [each for each in given if each.requires_grad]
         found: Sequence[Tensor | None] = (None,) * (len(leaves) + len(wanted))
         if output.requires_grad:

@@ -23,8 +23,8 @@ from hf_pyao.errors import warn
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.model.tiles.comparison import (
     LEAST_TOKENS,
+    NOTHING_KNOWN,
     Known,
-    Verdict,
     agreed,
     compare_tokens,
     look_at,
@@ -55,8 +55,7 @@ class Notes:
         self.kinds: dict[str, str] = {}
         """By the names of MLPs that have run: words that are equal for equal ones, on all ranks."""
         self.known: dict[str, Known] = {}
-        self.verdicts: dict[str, Verdict] = {}
-        """Both by kind; see [Note: Comparison] in ``comparison``."""
+        """By kind."""
         self.last_plan: TilePlan | None = None
         """How the MLP that ran last was cut; norms do not count."""
         self._name = name
@@ -71,16 +70,8 @@ class Notes:
             warn(logger, "mlp-not-tiled", "MLP tiles of %s: %s.", self._name, message)
 
     def known_of(self, path: str) -> Known:
-        """Return what is known of an MLP; nothing before its kind has run."""
-        return self.known.get(self.kinds.get(path, ""), Known())
-
-    def verdict_of(self, path: str) -> Verdict:
-        """Return what the comparison of its kind has shown; that it may run, before that."""
-        return self.verdicts.get(self.kinds.get(path, ""), Verdict())
-
-    def reason_of(self, path: str) -> str:
-        """Return why an MLP runs whole, as its first batch has shown; or nothing."""
-        return self.known_of(path).reason or self.verdict_of(path).reason
+        """Return what is known of an MLP; that it may run in tiles, before its kind has run."""
+        return self.known.get(self.kinds.get(path, ""), NOTHING_KNOWN)
 
     def check_of(self, path: str) -> ForwardCheck | None:
         """Return the check of the forward in which the MLP *path* runs; None if there is none.
@@ -93,12 +84,8 @@ class Notes:
         return self.second_runs.of_forward(self._number)
 
 
-class Part(LeftBehind, abc.ABC):
+class Part(LeftBehind):
     """Answers for the forward of one module; holds no module."""
-
-    @abc.abstractmethod
-    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
-        """Return what a call of the forward returns."""
 
     @abc.abstractmethod
     def with_tiles(self, tiles: int | str) -> Part:
@@ -174,7 +161,7 @@ class TiledMLP(Part):
     ) -> TilePlan | None:
         """Return how a call is cut; None if it is not."""
         num_tokens, notes, path = inputs[0].shape[:-1].numel(), self._notes, self._path
-        if self._tiles == 1 or num_tokens < LEAST_TOKENS or notes.reason_of(path):
+        if self._tiles == 1 or num_tokens < LEAST_TOKENS or notes.known_of(path).reason:
             return None
         plain = own if inside(parts[0]) is parts[0] else inside(parts[0]).forward
         if path not in notes.kinds:
@@ -188,15 +175,16 @@ class TiledMLP(Part):
         plan = plan_tiles(num_tokens, self._tiles, known.token_bytes, self._weight_bytes)
         if plan.num_tiles < 2 or (self._is_norm and not known.is_wide) or not self._may_run(parts):
             return None
-        if kind not in notes.verdicts and not isinstance(inputs[0], FakeTensor):
-            verdict = compare_tokens(plain, parts, inputs, plan.tile_tokens)
-            notes.verdicts[kind] = agreed(kind, path, verdict)
+        if not known.is_compared and not isinstance(inputs[0], FakeTensor):
+            known = compare_tokens(plain, parts, inputs, plan.tile_tokens, known)
+            notes.known[kind] = known._replace(reason=agreed(kind, path, known.reason))
         return plan if self._may_run(parts) else None
 
     def _may_run(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether *parts*, as they are now, may run on a part of the tokens, or say why."""
-        reason = self._notes.reason_of(self._path) or reason_now(parts, is_spread=self._is_spread)
-        if not reason and self._notes.verdict_of(self._path).draws and may_be_disturbed():
+        known = self._notes.known_of(self._path)
+        reason = known.reason or reason_now(parts, is_spread=self._is_spread)
+        if not reason and known.draws and may_be_disturbed():
             reason = "it draws random numbers, from generators that other threads may draw from too"
         if reason:
             self.say(reason)

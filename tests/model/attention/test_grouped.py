@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.attention.grouped import attention_in_groups
-from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, Kernel
+from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, attention_in_groups
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.options.group_plan import GroupPlan, plan_groups
 from tests.helpers.ledger import AllocationLedger
 
@@ -63,7 +63,7 @@ class Groups(NamedTuple):
 
     plan: GroupPlan
     settings: dict[str, Any]
-    kernel: Kernel = Kernel()
+    kernel: FlashKernel = FlashKernel(None)
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         return attention_in_groups(self.kernel, self.plan, AttentionCall(*tensors, **self.settings))
@@ -186,7 +186,7 @@ def test_a_saved_tensor_that_was_changed_is_noticed() -> None:
 
 
 def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
-    class Failing(Kernel):
+    class Failing(FlashKernel):
         def backward(self, *arguments: Any) -> None:
             calls.append(1)
             if len(calls) == 2:
@@ -196,7 +196,7 @@ def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
     calls: list[int] = []
     shape = Shape(2, 4, 4, 12, 12, 8)
     tensors = inputs_of(shape, "heads first", torch.float32)
-    call = call_of(shape, 4)._replace(kernel=Failing())
+    call = call_of(shape, 4)._replace(kernel=Failing(None))
     loss = call(*tensors).sum()
     with pytest.raises(RuntimeError, match="out of memory"):
         loss.backward(retain_graph=True)
@@ -210,7 +210,7 @@ def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hungry(Kernel):
+class Hungry(FlashKernel):
     """Allocates so many bytes inside of backward for each pair of a sample and a head."""
 
     inside_bytes: int = 0
@@ -231,7 +231,7 @@ def test_the_peak_falls_by_what_a_kernel_allocates_for_the_others(shape: Shape) 
     result_bytes = sum(each.nbytes for each in tensors)
 
     def peak_of(setting: int) -> int:
-        call = call_of(shape, setting)._replace(kernel=Hungry(inside_bytes=inside_bytes))
+        call = call_of(shape, setting)._replace(kernel=Hungry(None, inside_bytes=inside_bytes))
         out = call(*tensors)
         grad = torch.ones_like(out)
         with AllocationLedger() as ledger:
@@ -301,7 +301,7 @@ class DroppingByHead(Dropping):
 @pytest.mark.sampled(every=7)
 def test_dropout_draws_the_masks_of_one_kernel(setting: int, by_head: bool, kv_heads: int) -> None:
     shape = Shape(3, 4, kv_heads, 6, 6, 8)
-    kernel = DroppingByHead() if by_head else Dropping()
+    kernel = (DroppingByHead if by_head else Dropping)(KernelSettings())
     tensors = inputs_of(shape, "heads first", torch.float64)
     found = []
     for groups in (1, setting):
@@ -330,7 +330,7 @@ class Expanding(FlashKernel):
         return self.by_head
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return Kernel().forward(*arguments)
+        return FlashKernel(None).forward(*arguments)
 
     def _backward_of(self, call: AttentionCall, given: Any, state: Any, into: Any) -> None:
         num_heads = call.key.shape[1]
@@ -351,7 +351,11 @@ def test_query_heads_one_by_one_have_the_bits_of_all_at_once(
 ) -> None:
     tensors = inputs_of(shape, "tokens first", dtype)
     found = []
-    for kernel, setting in ((Expanding(), 1), (Expanding(), 4), (Expanding(by_head=True), 4)):
+    for kernel, setting in (
+        (Expanding(None), 1),
+        (Expanding(None), 4),
+        (Expanding(None, by_head=True), 4),
+    ):
         call = call_of(shape, setting)._replace(kernel=kernel)
         out = call(*tensors)
         grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
