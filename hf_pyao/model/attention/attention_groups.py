@@ -121,17 +121,11 @@ class AttentionGroups:
         """Return one line about the groups, and why calls are not divided; empty if off."""
         if self.groups == "off":
             return ""
-        how = f"{self.groups} groups"
-        if self.groups == "auto":
-            how = "as many groups as keep its temporaries small"
-        parts = [f"attention_groups={self.groups}: flash attention runs in {how}"]
+        parts = [f"attention_groups={self.groups}: flash attention runs in groups"]
         if (plan := self.last_plan) is not None:
-            parts.append(
-                f"the last call, of {plan.num_samples} samples with {plan.num_heads} key-value "
-                f"heads, in {plan.num_groups}"
-            )
-        parts.extend(f"not divided: {reason}" for reason in self._notes.said)
-        return "; ".join(parts)
+            pairs = f"{plan.num_samples} samples with {plan.num_heads} key-value heads"
+            parts.append(f"the last call, of {pairs}, in {plan.num_groups}")
+        return "; ".join([*parts, *(f"not divided: {reason}" for reason in self._notes.said)])
 
     def metrics(self) -> dict[str, float]:
         """Return in how many groups the last call of attention ran; 0 before."""
@@ -197,9 +191,8 @@ class GroupedAttention(LeftBehind):
         if call.attn_mask is not None:
             return _A_MASK
         (batch, heads, length, width), key_heads = call.query.shape, call.key.shape[1]
-        is_known = (
-            call.key.shape == call.value.shape == (batch, key_heads, call.key.shape[2], width)
-        )
+        of_keys = (batch, key_heads, call.key.shape[2], width)
+        is_known = call.key.shape == call.value.shape == of_keys
         is_grouped = heads == key_heads or (call.enable_gqa and heads % key_heads == 0)
         if not is_known or not is_grouped or length < 2 or not call.query.numel():
             return None

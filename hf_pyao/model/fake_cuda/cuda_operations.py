@@ -49,11 +49,10 @@ def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE)
     """Let torch's functions, called on a CPU, run the operations that they run on CUDA.
 
     - Attention runs the kernel that torch would choose (``plan/hardware/attention_kernels``). Of
-    16 bits
-      without a mask that is flash attention, which takes grouped heads as they are, and saves its
-      inputs, its result and a float32 statistic per row; heads are padded to a multiple of 8. With
-      a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a bias
-      besides, and takes grouped heads repeated.
+      16 bits without a mask that is flash attention, which takes grouped heads as they are, and
+      saves its inputs, its result and a float32 statistic per row; heads are padded to a multiple
+      of 8. With a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a
+      bias besides, and takes grouped heads repeated.
     - Dropout saves one byte for each element.
     - Layer normalization saves its statistics in float32, whatever it normalizes
       (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``); on a CPU they have the input's dtype.

@@ -74,18 +74,12 @@ def _aside(modules: Sequence[nn.Module], like: Tensor) -> Iterator[None]:
 
     Autocast stays as it is. Operations on fake tensors stay those of their mode.
     """
-    kind = like.device.type
-    autocast = torch.autocast(
-        kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-        cache_enabled=False,  # what is cast here is nobody else's
-    )
     with ExitStack() as stack:
         stack.callback(StateOfCall(ModuleState(modules, "an MLP"), clones_all=True).undo)
-        for each in (RandomState([like.device]).kept(), _disable_current_modes(), no_hooks()):
+        random = RandomState([] if isinstance(like, FakeTensor) else [like.device])
+        for each in (random.kept(), _disable_current_modes(), no_hooks()):
             stack.enter_context(each)
-        stack.enter_context(autocast)
+        stack.callback(torch.clear_autocast_cache)  # what is cast here is nobody else's
         if isinstance(like, FakeTensor):
             stack.enter_context(like.fake_mode)
         yield

@@ -15,13 +15,15 @@ from hf_pyao.training_engines import compiled_inner, is_compiled, is_compiled_in
 
 
 class FoundMLP(NamedTuple):
-    """An MLP that may run in tiles, if it treats each token by itself; or a norm."""
+    """What looks like an MLP, or a norm."""
 
     path: str
     """Its name in the model; of the layer's, where the MLP is spread over the layer."""
-    places: tuple[nn.Module, ...]
+    places: tuple[nn.Module, ...] = ()
     """The module that is the MLP; or, where it is spread over the layer, the one that goes up,
     activations, and the one that goes down."""
+    reason: str = ""
+    """Why it is left alone; empty: it may run in tiles, if it treats each token by itself."""
     is_norm: bool = False
 
     @property
@@ -31,18 +33,11 @@ class FoundMLP(NamedTuple):
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
-class NotFound(NamedTuple):
-    """Why something that looks like an MLP is left alone."""
-
-    path: str
-    reason: str
-
-
-def find_mlps(found: FoundLayers) -> list[FoundMLP | NotFound]:
+def find_mlps(found: FoundLayers) -> list[FoundMLP]:
     """Return the MLPs of all layers; a module that several layers share is there once."""
     every = [each for fqn, layer in found.layers for each in _of_layer(fqn, layer, found)]
-    first = {each.places[0]: each for each in reversed(every) if isinstance(each, FoundMLP)}
-    return [each for each in every if isinstance(each, NotFound) or first[each.places[0]] is each]
+    first = {each.places[:1]: each for each in reversed(every)}
+    return [each for each in every if each.reason or first[each.places[:1]] is each]
 
 
 def find_norms(found: FoundLayers) -> list[FoundMLP]:
@@ -66,9 +61,9 @@ def find_norms(found: FoundLayers) -> list[FoundMLP]:
     return [FoundMLP(path, (norm,), is_norm=True) for norm, path in norms.items()]
 
 
-def _of_layer(fqn: str, layer: nn.Module, found: FoundLayers) -> Iterator[FoundMLP | NotFound]:
+def _of_layer(fqn: str, layer: nn.Module, found: FoundLayers) -> Iterator[FoundMLP]:
     if is_compiled(layer):
-        yield NotFound(fqn, "its layer is compiled as a whole; compile its MLP alone")
+        yield FoundMLP(fqn, reason="its layer is compiled as a whole; compile its MLP alone")
         return
     roles = found.roles_of(fqn)
     outer: dict[str, nn.Module] = {}
@@ -77,14 +72,14 @@ def _of_layer(fqn: str, layer: nn.Module, found: FoundLayers) -> Iterator[FoundM
         outer.setdefault(path, module)
         inner[path] = module  # a wrapper comes before what it wraps
     reason = "its experts are one fused module, and share their tokens"
-    every: list[FoundMLP | NotFound] = [
-        NotFound(f"{fqn}.{path}", reason) for path in roles.get("experts", ())
+    every: list[FoundMLP] = [
+        FoundMLP(f"{fqn}.{path}", reason=reason) for path in roles.get("experts", ())
     ]
     for of_up, of_down in (("mlp_up", "mlp_down"), ("expert_fc1", "expert_fc2")):
         ups = [path for path in roles.get(of_up, ()) if path in inner]
         downs = [p for p in roles.get(of_down, ()) if p in inner and kind_of(inner[p]) == "linear"]
         every += _group(fqn, ups, downs, roles, outer, inner)
-    yield from every or [NotFound(fqn, "no linear layers of an MLP are known in it")]
+    yield from every or [FoundMLP(fqn, reason="no linear layers of an MLP are known in it")]
 
 
 def _group(
@@ -94,7 +89,7 @@ def _group(
     roles: Roles,
     outer: dict[str, nn.Module],
     inner: dict[str, nn.Module],
-) -> Iterator[FoundMLP | NotFound]:
+) -> Iterator[FoundMLP]:
     """Put linear layers that go up and down together into MLPs."""
     attention = [*roles.get("core_attn", ()), *roles.get("qkv_linear", ())]
     for parent in dict.fromkeys(map(_parent, downs)):
@@ -103,20 +98,24 @@ def _group(
         if parent and of_parent and not any(p.startswith(f"{parent}.") for p in attention):
             module = outer[parent]
             if is_compiled_in_place(module):
-                yield NotFound(name, "it is compiled in place; put torch.compile(mlp) in its place")
+                yield FoundMLP(
+                    name, reason="it is compiled in place; put torch.compile(mlp) in its place"
+                )
             elif isinstance(inner[parent], CONTAINERS):
-                yield NotFound(name, "it is a list of modules, whose calls are not its own")
+                yield FoundMLP(name, reason="it is a list of modules, whose calls are not its own")
             else:
                 yield FoundMLP(name, (module,))
         elif not parent and len(ups) == len(downs) == len(of_parent) == 1:
             acts = [path for path in roles.get("mlp_act", ()) if path and not _parent(path)]
             places = tuple(outer[path] for path in (ups[0], *acts, downs[0]))
             if any(map(is_compiled, places)):
-                yield NotFound(fqn, "parts of its MLP are compiled")
+                yield FoundMLP(fqn, reason="parts of its MLP are compiled")
             else:
                 yield FoundMLP(fqn, places)
         else:
-            yield NotFound(name, "the linear layers of its MLP are not together in one module")
+            yield FoundMLP(
+                name, reason="the linear layers of its MLP are not together in one module"
+            )
 
 
 def inside(module: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from hf_pyao.errors import warn
 from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.wrappers import is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import Exchanged
-from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
+from hf_pyao.model.tiles.mlp_search import FoundMLP, find_mlps, find_norms
 from hf_pyao.model.tiles.spread_mlp import SpreadPart
 from hf_pyao.model.tiles.tiled_mlp import Notes, Part, TiledMLP, reason_now
 from hf_pyao.plan.options.tile_plan import TilePlan
@@ -44,7 +44,8 @@ class MLPTiles:
         self._mlps: list[str] = []
         """Those whose forwards are exchanged."""
         self._norms: list[str] = []
-        self._left: list[NotFound] = []
+        self._left: list[tuple[str, str]] = []
+        """Names of others, and why they run whole."""
         self._exchanged: Exchanged[Part] = Exchanged(KEY)
 
     def install(self, model: nn.Module, found: FoundLayers) -> None:
@@ -58,17 +59,17 @@ class MLPTiles:
         """
         is_whole, most_bytes = is_compiled_whole(model), 0
         for mlp in find_mlps(found):
-            reason = mlp.reason if isinstance(mlp, NotFound) else _reason_of(mlp)
-            if is_whole and isinstance(mlp, FoundMLP):
+            reason = mlp.reason or _reason_of(mlp)
+            if is_whole and not mlp.reason:
                 reason = "the model is compiled as a whole; compile its MLPs"
-            if reason is not None or isinstance(mlp, NotFound):
-                self._left.append(NotFound(mlp.path, reason or ""))
+            if reason:
+                self._left.append((mlp.path, reason))
             else:
                 most_bytes = max(most_bytes, mlp.weight_bytes)
                 self._mlps.append(mlp.path)
                 self._put_on(mlp, mlp.weight_bytes)
         for norm in find_norms(found) if self._mlps else ():  # others need it not
-            if _reason_of(norm) is None:
+            if not _reason_of(norm):
                 self._norms.append(norm.path)
                 self._put_on(norm, most_bytes)
         self._tell()
@@ -143,7 +144,7 @@ class MLPTiles:
 
     def _described_left(self) -> str:
         """Say which MLPs run whole, from the start or since their first batch, and why."""
-        both = [NotFound(path, self._notes.known_of(path).reason) for path in self._mlps]
+        both = [(path, self._notes.known_of(path).reason) for path in self._mlps]
         left: dict[str, list[str]] = {}
         for path, reason in (*self._left, *both):
             left.setdefault(reason, []).append(path)
@@ -156,8 +157,7 @@ class MLPTiles:
         return "; ".join([*said, f"and {rest} more reasons"] if rest > 0 else said)
 
 
-def _reason_of(mlp: FoundMLP) -> str | None:
-    """Return why *mlp* cannot run in tiles, whatever its first batch shows; None if it may."""
-    if not mlp.weight_bytes:
-        return "its weights are not known"
-    return reason_now(mlp.places, is_spread=len(mlp.places) > 1, is_running=False)
+def _reason_of(mlp: FoundMLP) -> str:
+    """Return why *mlp* cannot run in tiles, whatever its first batch shows; or nothing."""
+    reason = reason_now(mlp.places, is_spread=len(mlp.places) > 1, is_running=False)
+    return reason or ("" if mlp.weight_bytes else "its weights are not known")

@@ -171,28 +171,32 @@ class TiledMLP(Part):
             kind = notes.kinds[path] = repr((getattr(own, "__qualname__", ""), *parts, shapes))
             if kind not in notes.known:
                 notes.known[kind] = look_at(plain, parts, inputs)
+                self.say(notes.known[kind].reason)
         known, kind = notes.known_of(path), notes.kinds[path]
+        if known.reason:
+            return None
         plan = plan_tiles(num_tokens, self._tiles, known.token_bytes, self._weight_bytes)
         if plan.num_tiles < 2 or (self._is_norm and not known.is_wide) or not self._may_run(parts):
             return None
-        if not known.is_compared and not isinstance(inputs[0], FakeTensor):
-            known = compare_tokens(plain, parts, inputs, plan.tile_tokens, known)
-            notes.known[kind] = known._replace(reason=agreed(kind, path, known.reason))
-        return plan if self._may_run(parts) else None
+        if known.is_compared or isinstance(inputs[0], FakeTensor):
+            return plan
+        known = compare_tokens(plain, parts, inputs, plan.tile_tokens, known)
+        notes.known[kind] = known = known._replace(reason=agreed(kind, path, known.reason))
+        self.say(known.reason)
+        return plan if not known.reason and self._may_run(parts) else None
 
     def _may_run(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether *parts*, as they are now, may run on a part of the tokens, or say why."""
-        known = self._notes.known_of(self._path)
-        reason = known.reason or reason_now(parts, is_spread=self._is_spread)
-        if not reason and known.draws and may_be_disturbed():
+        reason = reason_now(parts, is_spread=self._is_spread)
+        if not reason and self._notes.known_of(self._path).draws and may_be_disturbed():
             reason = "it draws random numbers, from generators that other threads may draw from too"
-        if reason:
-            self.say(reason)
+        self.say(reason)
         return not reason
 
-    def say(self, reason: str) -> None:
-        """Say, once, why a call is not cut."""
-        self._notes.say(self._path, reason)
+    def say(self, reason: str | None) -> None:
+        """Say, once, why a call is not cut, if there is a reason."""
+        if reason:
+            self._notes.say(self._path, reason)
 
 
 def reason_now(

@@ -43,7 +43,7 @@ def test_fused_norms_need_no_tiles(model_type: str, is_wide: bool) -> None:
         assert offloader.mlp_tiles is not None
         num_norms = offloader.mlp_tiles.metrics()["mlp_tiles_num_norms_tiled"]
         assert bool(num_norms) is is_wide
-        assert ("so do" in offloader.describe()) is is_wide
+        assert ("so do" in offloader.mlp_tiles.describe()) is is_wide
 
 
 @pytest.mark.thorough
