@@ -35,7 +35,7 @@ FOREIGN = {
     ("engine/stores/shared_memory.py", "OSError"): "as the system call would; caught by the store",
     ("files.py", "ValueError"): "caught in this file",
     ("model/losses/stand_in.py", "AttributeError"): "what hasattr expects",
-    ("model/tiles/linears.py", "NeedsValuesError"): "why an MLP is left alone",
+    ("model/tiles/sliced.py", "NeedsValuesError"): "why an MLP is left alone",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
     ("tools/advise/forbidden_writes.py", "OSError"): "caught in this file",

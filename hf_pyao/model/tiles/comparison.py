@@ -45,7 +45,6 @@ _FEW_TOKENS = 64
 small its tiles are."""
 _WIDE = 1.5
 """Times a token's input: a norm that saves more is written out in steps."""
-_DROPOUTS = frozenset({F.dropout, torch.dropout, F.alpha_dropout, torch.alpha_dropout})
 
 
 class Known(NamedTuple):
@@ -229,7 +228,8 @@ class _WithoutDropout(TorchFunctionMode):
     ) -> Any:
         """Run *func*; of dropout return the input."""
         kwargs = kwargs or {}
-        if func not in _DROPOUTS:
+        # Looked up now: recordings have another F.dropout, also while this file is imported.
+        if func not in (F.dropout, torch.dropout, F.alpha_dropout, torch.alpha_dropout):
             return func(*args, **kwargs)
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
         is_training = given.get("training", given.get("train", True))

@@ -23,7 +23,7 @@ from hf_pyao.model.tiles.sliced import versions_of
 from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP
 
 _POINTWISE: frozenset[Any] = frozenset(
-    {F.dropout, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh, torch.sigmoid}
+    {F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh, torch.sigmoid}
 )
 """Functions that join the chain: element by element, of one tensor."""
 
@@ -88,7 +88,8 @@ class PutOffMLP(TensorStandIn):
         """Let activations join the chain; run all else on the tensor."""
         given = dict(kwargs or {})
         is_alone = bool(args) and isinstance(args[0], cls) and args[0].is_put_off
-        if func in _POINTWISE and is_alone and not given.get("inplace") and "out" not in given:
+        joins = func in _POINTWISE or func is F.dropout  # looked up now: recordings have another
+        if joins and is_alone and not given.get("inplace") and "out" not in given:
             rest = tuple(args[1:])
             return args[0].then(None, lambda tensor: func(tensor, *rest, **given))
         return super().__torch_function__(func, types, args, kwargs)
