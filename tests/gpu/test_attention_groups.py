@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.attention import NoKernel, attention_in_groups, plan_groups
-from hf_pyao.model.attention.grouped import GroupedCall
-from hf_pyao.model.attention.kernels import AttentionSettings, chosen_kernel
+from hf_pyao.model.attention.kernels import (
+    AttentionCall,
+    NoKernel,
+    attention_in_groups,
+    chosen_kernel,
+)
+from hf_pyao.plan.options.group_plan import plan_groups
 from tests.gpu.device import Device
 
 pytestmark = pytest.mark.gpu
@@ -51,17 +55,17 @@ def test_bits_and_random_numbers(
 
     tensors = [tensor(n).requires_grad_() for n in (heads, kv_heads, kv_heads)]
     grad = tensor(heads)
-    settings = AttentionSettings(is_causal=True, dropout_p=dropout_p)
     is_grouped = heads != kv_heads
+    call = AttentionCall(*tensors, None, dropout_p, is_causal=True, enable_gqa=is_grouped)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        kernel = chosen_kernel(*tensors, settings, enable_gqa=is_grouped)
+        kernel = chosen_kernel(call)
         assert not isinstance(kernel, NoKernel)
         plan = plan_groups(
             setting,
             num_samples=samples,
             num_heads=kv_heads,
-            pair_bytes=kernel.pair_bytes(*tensors[:2]),
-            least_pairs=-(-kernel.least_pairs(length, dropout_p) * kv_heads // heads),
+            pair_bytes=kernel.pair_bytes(call),
+            least_pairs=-(-kernel.least_pairs(call, is_auto=False) * kv_heads // heads),
             least_pairs_of_auto=1,
         )
         assert plan.num_groups > 1
@@ -69,7 +73,7 @@ def test_bits_and_random_numbers(
         for in_groups in (False, True):
             torch.manual_seed(7)
             if in_groups:
-                out = attention_in_groups(GroupedCall(kernel, plan, settings), *tensors)
+                out = attention_in_groups(kernel, plan, call)
             else:
                 out = F.scaled_dot_product_attention(
                     *tensors, is_causal=True, dropout_p=dropout_p, enable_gqa=is_grouped

@@ -31,21 +31,8 @@ OFFLOADED = PyAOConfig(
     policy="all", min_bytes=0, keep_last_layers=0, host_memory_gib=0.1, mlp_tiles=3
 )
 
-_ENCODER: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "max_position_embeddings": 64,
-}
 _GATED = ARCHITECTURES["llama"]
 MASKED = {
-    "bert": _ENCODER,
-    "electra": {**_ENCODER, "embedding_size": HIDDEN},
-    "roberta": _ENCODER,
     "distilbert": {
         **{"dim": HIDDEN, "hidden_dim": 2 * HIDDEN, "n_heads": 4, "n_layers": 2},
         **{"vocab_size": VOCAB, "dropout": 0.0, "attention_dropout": 0.0},
@@ -290,24 +277,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     with attach(model, OFFLOADED):
         found = run(model)
     assert max(relative_errors(found, expected).values()) < 1e-2
-
-
-@pytest.mark.thorough
-def test_half_precision_is_no_farther_from_the_truth() -> None:
-    ratios: dict[str, list[float]] = {}
-    for seed in range(3):
-        model = tiny_model("llama", dtype=torch.bfloat16)
-        batch = tiny_batch(seed, size=4, length=32)
-        _, truth = gradients(copy.deepcopy(model).double(), batch)
-        _, whole = gradients(copy.deepcopy(model), batch)
-        with attach(model, PyAOConfig(policy="off", mlp_tiles=8)):
-            _, parts = gradients(model, batch)
-        for name, true in truth.items():
-            if ".mlp." in name:
-                own = relative(whole[name].double(), true)
-                ratios.setdefault(name, []).append(relative(parts[name].double(), true) / own)
-    medians = {name: sorted(values)[len(values) // 2] for name, values in ratios.items()}
-    assert {name: value for name, value in medians.items() if value > 1.1} == {}
 
 
 def _compiled(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -17,6 +17,7 @@ from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.wrappers import class_name
 
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
@@ -93,13 +94,14 @@ class InstalledParts:
 
             self.head_loss = install_head_loss(model, levers.head_loss)
         if levers.mlp_tiles != "off":
-            from hf_pyao.model.tiles.mlp_tiles import install_mlp_tiles
+            from hf_pyao.model.tiles.mlp_tiles import MLPTiles
 
-            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, second_runs)
+            self.mlp_tiles = MLPTiles(class_name(model), levers.mlp_tiles, second_runs)
+            self.mlp_tiles.install(model, found)
         if levers.attention_groups != "off" or "attention_groups" in may_come:
-            from hf_pyao.model.attention.attention_groups import groups_of
+            from hf_pyao.model.attention.attention_groups import AttentionGroups
 
-            self.attention_groups = groups_of(model, found)
+            self.attention_groups = AttentionGroups(class_name(model), found)
             self.attention_groups.set_groups(levers.attention_groups)
         if streaming is not None:
             self.weights = streaming

@@ -11,14 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.auto.recording.sharded_copy import CopyError
 from hf_pyao.model.compiled.compiled_calls import (
-    CompiledBy,
+    CompiledCall,
     Place,
-    alone,
     compile_alike,
     compiled_calls,
+    fake_backend,
     new_context,
 )
-from hf_pyao.model.compiled.fake_backend import fake_backend
 from hf_pyao.model.map.module_map import is_made_to_run_again
 from hf_pyao.training_engines import compiled_inner
 
@@ -54,7 +53,7 @@ class CompiledCopies:
                     f"{what} is compiled, not layer by layer: what is saved depends on where its "
                     "graphs break."
                 )
-            _check(repr(call.path), call.by)
+            _check(call)
         for call in reversed(self._calls):  # the innermost first
             if call.place is Place.WRAPPER:
                 memo[id(call.module)] = copy.deepcopy(compiled_inner(call.module), memo)
@@ -63,34 +62,30 @@ class CompiledCopies:
         """Compile the copy *model*, which was made with *memo*."""
         contexts: list[tuple[Any, Mapping[str, Any], Any]] = []
 
-        def context_of(by: CompiledBy) -> Any:
-            backend = _backend_of(by)
-            known = (each[2] for each in contexts if each[:2] == (backend, by.options))
+        def context_of(call: CompiledCall) -> Any:
+            backend: Any = fake_backend(call.backend)
+            known = (each[2] for each in contexts if each[:2] == (backend, call.options))
             found = next(known, None)
             if found is None:
-                found = new_context(backend, alone(by.options))
-                contexts.append((backend, by.options, found))
+                found = new_context(backend, call.options)
+                contexts.append((backend, call.options, found))
             return found
 
         for call in self._calls:
             own = memo[id(call.module)]
-            whole = compile_alike(own, call.place, context_of(call.by))
+            whole = compile_alike(own, call.place, context_of(call))
             if whole is not own:
                 _replace(model, own, whole)
 
 
-def _backend_of(by: CompiledBy) -> Any:
-    return None if by.backend is None else fake_backend(by.backend)
-
-
-def _check(what: str, by: CompiledBy) -> None:
-    if _backend_of(by) is None:
-        given = getattr(by.backend, "compiler_fn", by.backend)
+def _check(call: CompiledCall) -> None:
+    if fake_backend(call.backend) is None:
+        given = getattr(call.backend, "compiler_fn", call.backend)
         name = "one that was not found"
         if given is not None:
             name = getattr(given, "__name__", type(given).__name__)
         raise CopyError(
-            f"{what} is compiled by a backend of which it is not known what it saves: {name}."
+            f"{call.path!r} is compiled by a backend of which is not known what it saves: {name}."
         )
 
 

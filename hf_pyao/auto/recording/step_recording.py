@@ -23,7 +23,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.rerun.bare_thread import bare_thread
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
-from hf_pyao.model.fake_cuda.quiet import quiet, quiet_fake_tensors
+from hf_pyao.model.fake_cuda.quiet import FAKE_TENSORS, quiet
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
@@ -146,7 +146,7 @@ def record_fake_step(
             "keep_last_layers": keep_last_layers,
         }
     )
-    with bare_thread(), quiet_fake_tensors(), step.model() as (model, fake_mode):
+    with bare_thread(), quiet(FAKE_TENSORS), step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
         compiles = compiled_part(model) is not None
         # Of the layers that stand for others, the one behind them runs the same.

@@ -3,6 +3,13 @@
 What is known of them is from PyTorch's source: ``aten/src/ATen/native/transformers``, there
 ``cuda/flash_attn/flash_api.cpp`` (``mha_fwd``, ``mha_bwd``, ``num_splits_heuristic``),
 ``cuda/attention_backward.cu`` and ``attention.cpp``.
+
+[Note: Attention in groups] Attention runs one group of samples and heads after the other (see
+[Note: Groups] in ``group_plan``). Forward writes each group's output and logsumexp into one tensor
+each, and autograd saves what it saves for one kernel, in the same order: key, query, value,
+logsumexp, output, the state of dropout. Backward writes each group's gradients into one dq, dk and
+dv. What a kernel allocates inside, and the results of one group that are copied, exist for one
+group at a time.
 """
 
 from __future__ import annotations
@@ -15,123 +22,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from hf_pyao.engine.recompute.kept_attention import run_as_one_kernel
 from hf_pyao.plan.hardware.attention_workspaces import AttentionShape, flash_backward
-from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings, settings_of
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
+from hf_pyao.plan.options.group_plan import Group, GroupPlan
 
 WAVES_OF_AUTO = 8
 """Times the blocks that fill the device: with ``"auto"`` a group has at least as many."""
 
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What a kernel is told besides query, key and value."""
-
-    is_causal: bool = False
-    scale: float | None = None
-    """None: one over the square root of the head dimension."""
-    dropout_p: float = 0.0
+Three = tuple[Tensor, Tensor, Tensor]
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+class AttentionCall(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``.
 
+    Query has shape (batch, heads, length, head_dim), key and value (batch, key-value heads, length
+    of the keys, head_dim).
+    """
 
-class BackwardCall(NamedTuple):
-    """Arguments of attention's backward, for all samples and heads or a part of them."""
-
-    grad: Tensor
-    """Of the output."""
     query: Tensor
     key: Tensor
     value: Tensor
-    out: Tensor
-    logsumexp: Tensor
-    state: Sequence[Tensor]
-    """Of dropout."""
-    settings: AttentionSettings
-    into: Gradients
-    """Tensors of the inputs' shapes, which the gradients are written to."""
-
-    def of_queries(self, part: tuple[slice, slice]) -> BackwardCall:
-        """Return the call for *part* of what has the query's heads; keys and values stay whole."""
-        return self._replace(
-            grad=self.grad[part],
-            query=self.query[part],
-            out=self.out[part],
-            logsumexp=self.logsumexp[part],
-        )
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel of attention: PyTorch's flash attention for CPUs, which allocates little inside.
-
-    Tensors have shape (batch, heads, length, head_dim). Others are its subclasses.
-    """
-
-    @property
-    def is_deterministic(self) -> bool:
-        """True if backward takes an algorithm whose bits depend on how many pairs there are."""
-        return False
-
-    def least_pairs(self, length: int, dropout_p: float) -> int:
-        """Return the fewest pairs of a sample and a query head with which bits stay the same.
-
-        Args:
-            length: of the queries.
-            dropout_p: the rate of dropout.
-        """
-        return 1
-
-    def least_pairs_of_auto(self, length: int) -> int:
-        """Return how many such pairs fill the device well."""
-        return 1
-
-    def pair_bytes(self, query: Tensor, key: Tensor) -> int:
-        """Return what backward allocates inside for one sample and one key-value head, in bytes."""
-        return 0
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> tuple[Tensor, ...]:
-        """Return the output, the logsumexp of each row (float32), and the state of dropout."""
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, settings.dropout_p, settings.is_causal, scale=settings.scale
-        )
-        return found
-
-    def backward(self, call: BackwardCall) -> None:
-        """Write the gradients of query, key and value into ``call.into``."""
-        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: Gradients = backward(
-            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp),
-            *(call.settings.dropout_p, call.settings.is_causal),
-            scale=call.settings.scale,
-        )
-        _write(found, call.into)
-
-    def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
-        """Return the state of dropout for the group behind *num_pairs* sample-head pairs."""
-        return state
-
-    def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and logsumexp as forward allocates them for all of *query*."""
-        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
-        batch, heads, length = query.shape[:3]
-        strides = (length * heads, 1, heads)
-        return _like(query), query.new_empty_strided((batch, heads, length), strides, dtype=dtype)
-
-    def empty_gradients(self, *inputs: Tensor) -> Gradients:
-        """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = map(_tokens_first, inputs)
-        return query, key, value
-
-
-@dataclass(frozen=True)
-class FlashKernel(Kernel):
-    """FlashAttention-2 as PyTorch builds it for CUDA.
+class FlashKernel:
+    """FlashAttention-2 as PyTorch builds it for CUDA; or PyTorch's flash attention for CPUs, whose
+    every pair of a sample and a head is computed by itself, and which allocates little inside.
 
     A block of the kernel works on one sample, one head and some rows, so that a part of samples and
     heads has the bits of the whole, except where the number of *splits* depends on how many pairs
@@ -150,107 +75,120 @@ class FlashKernel(Kernel):
     the same masks as one call.
     """
 
-    device: KernelSettings = ANY_DEVICE
-    """The device's multiprocessors, and whether the kernel is deterministic."""
+    device: KernelSettings | None
+    """The device's multiprocessors, and whether the kernel is deterministic; None: a CPU."""
 
-    def least_pairs(self, length: int, dropout_p: float) -> int:
-        """Return the fewest pairs of a sample and a query head with which bits stay the same."""
-        splits_not = 1 if dropout_p else -(-self._filling() // -(-max(length, 1) // 64))
-        return max(splits_not, self.device.multiprocessors if self.is_deterministic else 1)
+    def least_pairs(self, call: AttentionCall, *, is_auto: bool) -> int:
+        """Return the fewest pairs of a sample and a query head with which bits stay the same.
 
-    @property
-    def is_deterministic(self) -> bool:
-        """True if splits of backward's sums depend on how many pairs there are."""
-        return self.device.is_deterministic
+        Args:
+            call: all pairs.
+            is_auto: they are to fill the device well, too.
+        """
+        if self.device is None:
+            return 1
+        num_processors = self.device.multiprocessors
+        filling = -(-8 * num_processors // 5)  # ceil(0.8 x 2 x multiprocessors)
+        waves = WAVES_OF_AUTO if is_auto else 0 if call.dropout_p else 1  # dropout never splits
+        unsplit = -(-waves * filling // -(-call.query.shape[2] // 64))
+        return max(1, unsplit, num_processors if self.device.is_deterministic else 1)
 
-    def least_pairs_of_auto(self, length: int) -> int:
-        """Return how many such pairs fill the device well."""
-        return -(-WAVES_OF_AUTO * self._filling() // -(-max(length, 1) // 64))
-
-    def _filling(self) -> int:
-        """Return ceil(0.8 x 2 x multiprocessors)."""
-        return -(-8 * self.device.multiprocessors // 5)
-
-    def pair_bytes(self, query: Tensor, key: Tensor) -> int:
+    def pair_bytes(self, call: AttentionCall) -> int:
         """Return what backward allocates inside for one sample and one key-value head, in bytes."""
-        shape = AttentionShape(
-            batch=1,
-            heads=query.shape[1] // key.shape[1],
-            key_heads=1,
-            queries=query.shape[2],
-            keys=key.shape[2],
-            head_dim=query.shape[3],
-            value_dim=query.shape[3],
-            itemsize=query.element_size(),
-        )
+        if self.device is None:
+            return 0
+        _, heads, length, width = call.query.shape
+        _, key_heads, keys, _ = call.key.shape
+        itemsize = call.query.element_size()
+        shape = AttentionShape(1, heads // key_heads, 1, length, keys, width, width, itemsize)
         whole = self.device._replace(is_deterministic=False)  # of many pairs, with one split
         return sum(flash_backward(shape, whole).values())
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> tuple[Tensor, ...]:
-        """Return output, logsumexp, and the two tensors of the random number generator's state."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, settings.dropout_p, settings.is_causal, False, scale=settings.scale
-        )
+    def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
+        """Return output, logsumexp of each row (float32), and the state of dropout."""
+        given, scale = (*call[:3], call.dropout_p, call.is_causal), call.scale
+        aten: Any = torch.ops.aten
+        found: tuple[Tensor, ...]
+        if self.device is None:
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
+            return found
+        found = aten._scaled_dot_product_flash_attention(*given, False, scale=scale)
         return found[0], found[1], found[6], found[7]
 
-    def backward(self, call: BackwardCall) -> None:
-        """Write the gradients of query, key and value into ``call.into``."""
-        num_samples, num_heads = call.query.shape[:2]
-        has_gaps = num_samples > 1 and call.settings.dropout_p  # in the order of one head's masks
-        is_alone = call.key.shape[1] == 1 and num_heads > 1
-        if not is_alone or has_gaps or not self._is_filled_by(call.query):
-            self._backward_of(call)
+    def backward(
+        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
+    ) -> None:
+        """Write the gradients of query, key and value.
+
+        Args:
+            call: a group.
+            given: of its queries the gradient of the output, the output, and the logsumexp.
+            state: of dropout, from :meth:`state_after`.
+            into: tensors of the shapes of query, key and value, which are written to.
+        """
+        num_samples, num_heads, _, width = call.query.shape
+        has_gaps = num_samples > 1 and call.dropout_p  # in the order of one head's masks
+        if call.key.shape[1] > 1 or num_heads == 1 or has_gaps or not self._is_filled_by(call):
+            self._backward_of(call, given, state, into)
             return
-        keys, values = (_of_query_heads(each, num_heads) for each in (call.key, call.value))
+        keys, values = (  # for each query head, laid out as ``mha_bwd`` does
+            each.new_empty(num_samples, each.shape[2], num_heads, width).transpose(1, 2)
+            for each in (call.key, call.value)
+        )
         for head in range(num_heads):
             part = (slice(None), slice(head, head + 1))
-            into = call.into[0][part], keys[part], values[part]
-            of_head = call.of_queries(part)._replace(into=into)
-            if call.settings.dropout_p:
-                of_head = of_head._replace(state=self.state_after(call.state, head))
-            self._backward_of(of_head)
-        torch.sum(keys, 1, out=call.into[1][:, 0])
-        torch.sum(values, 1, out=call.into[2][:, 0])
+            grad, out, logsumexp = (each[part] for each in given)
+            self._backward_of(
+                call._replace(query=call.query[part]),
+                (grad, out, logsumexp),
+                state_after(state, head) if call.dropout_p else state,
+                (into[0][part], keys[part], values[part]),
+            )
+        torch.sum(keys, 1, out=into[1][:, 0])
+        torch.sum(values, 1, out=into[2][:, 0])
 
-    def _is_filled_by(self, query: Tensor) -> bool:
+    def _is_filled_by(self, call: AttentionCall) -> bool:
         """Say whether one query head of each sample fills the device well."""
-        length = query.shape[2]
-        least = max(self.least_pairs(length, 0.0), self.least_pairs_of_auto(length))
-        return query.shape[0] >= least
+        is_cuda = self.device is not None
+        return is_cuda and call.query.shape[0] >= self.least_pairs(call, is_auto=True)
 
-    def _backward_of(self, call: BackwardCall) -> None:
-        backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found: Gradients = backward(
-            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp, None, None),
-            *(call.query.shape[-2], call.key.shape[-2]),
-            *(call.settings.dropout_p, call.settings.is_causal, *call.state),
-            scale=call.settings.scale,
-        )
-        _write(found, call.into)
-
-    def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
-        """Return the state with the offset behind *num_pairs* pairs; the seed stays."""
-        seed_and_offset, unused = state
-        if not num_pairs:
-            return state
-        moved = seed_and_offset.clone()
-        moved.view(torch.int64)[1:].add_(32 * num_pairs)
-        return moved, unused
+    def _backward_of(
+        self, call: AttentionCall, given: Three, state: Sequence[Tensor], into: Three
+    ) -> None:
+        tensors: tuple[Any, ...] = (given[0], *call[:3], *given[1:])
+        run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if self.device is not None:
+            run = torch.ops.aten._scaled_dot_product_flash_attention_backward
+            tensors += (None, None, call.query.shape[-2], call.key.shape[-2])
+        found = run(*tensors, call.dropout_p, call.is_causal, *state, scale=call.scale)
+        for whole, part in zip(into, found, strict=True):
+            whole.copy_(part)
 
     def empty_outputs(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and logsumexp as forward allocates them for all of *query*."""
-        return _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        order = (0, 2, 1) if self.device is None else (0, 1, 2)
+        rows: Any = torch.empty_permuted(query.shape[:3], order, dtype=dtype, device=query.device)
+        return torch.empty_like(query), rows
 
-    def empty_gradients(self, *inputs: Tensor) -> Gradients:
-        """Return the gradients of query, key and value as backward allocates them."""
-        query, key, value = map(_like, inputs)
-        return query, key, value
+    def empty_gradient(self, tensor: Tensor) -> Tensor:
+        """Return the gradient of query, key or value as backward allocates it."""
+        if self.device is not None:
+            return torch.empty_like(tensor)
+        options: Any = {"dtype": tensor.dtype, "device": tensor.device}
+        return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), **options)
 
 
-@dataclass(frozen=True)
-class NoKernel:
+def state_after(state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
+    """Return the state of dropout for the group behind *num_pairs* pairs; the seed stays."""
+    if not num_pairs:
+        return state
+    moved = state[0].clone()  # seed and offset
+    moved.view(torch.int64)[1:].add_(32 * num_pairs)
+    return moved, state[1]
+
+
+class NoKernel(NamedTuple):
     """Why a call of attention is left to torch."""
 
     reason: str
@@ -258,107 +196,124 @@ class NoKernel:
     """What makes torch choose a kernel that runs in groups; empty if nothing is known to."""
 
 
-def chosen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, *, enable_gqa: bool
-) -> Kernel | NoKernel:
-    """Return the kernel that torch chooses for a call without a mask, or why it is left to torch.
-
-    Args:
-        query: (batch, heads, length, head_dim).
-        key: (batch, key-value heads, length of the keys, head_dim).
-        value: as *key*.
-        settings: what the call says besides.
-        enable_gqa: as ``scaled_dot_product_attention`` takes it.
-    """
+def chosen_kernel(call: AttentionCall) -> FlashKernel | NoKernel:
+    """Return the kernel that torch chooses for a call without a mask, or why it is torch's."""
+    is_fake = any(isinstance(each, FakeTensor) for each in call[:3])
     try:
-        backend = _choice(query, key, value, settings, enable_gqa)
+        # Unseen by dispatch modes.
+        with contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch():
+            choose: Any = torch._fused_sdp_choice
+            number = choose(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+            backend = SDPBackend(number)
     except (RuntimeError, NotImplementedError):
-        device = query.device.type
+        device = call.query.device.type
         return NoKernel(f"torch does not say which kernel it chooses on {device!r}")
-    if backend != SDPBackend.FLASH_ATTENTION.value:
-        return _OTHERS.get(backend, NoKernel("torch chooses a kernel that is not known"))
-    if query.device.type == "cpu":
-        return Kernel()
-    return flash_kernel_of(query, settings_of(query.device))
+    if backend != SDPBackend.FLASH_ATTENTION:
+        return other_kernel(backend)
+    if call.query.device.type == "cpu":
+        return FlashKernel(None)
+    return flash_kernel_of(call.query, settings_of(call.query.device))
 
 
-def _choice(
-    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, enable_gqa: bool
-) -> int:
-    """Return the number of the backend that torch chooses, unseen by dispatch modes."""
-    is_fake = any(isinstance(each, FakeTensor) for each in (query, key, value))
-    with contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch():
-        return torch._fused_sdp_choice(
-            query,
-            key,
-            value,
-            None,
-            settings.dropout_p,
-            settings.is_causal,
-            scale=settings.scale,
-            enable_gqa=enable_gqa,
-        )
+def other_kernel(backend: SDPBackend) -> NoKernel:
+    """Return why groups may not use what torch calls *backend*."""
+    return NoKernel(
+        f"torch chooses {backend.name}, which is not known to give the same bits in parts",
+        "torch.backends.cuda.enable_cudnn_sdp(False) makes it choose flash attention"
+        if backend == SDPBackend.CUDNN_ATTENTION
+        else "",
+    )
 
 
 def flash_kernel_of(query: Tensor, device: KernelSettings) -> FlashKernel | NoKernel:
-    """Return flash attention on *device*, or why groups may not use it there.
-
-    Args:
-        query: what the kernel is given.
-        device: the device and the process.
-    """
-    if torch.version.hip is not None:
-        return NoKernel("ROCm's flash attention is not known to give the same bits in parts")
+    """Return flash attention on *device*, or why groups may not use it there."""
     if query.shape[-1] % 8:
         return NoKernel("torch pads the head dimension, which is no multiple of 8")
-    if device.flash_version != 2:
-        version = f"FlashAttention-{device.flash_version}"
-        return NoKernel(f"{version} is not known to give the same bits in parts")
+    if torch.version.hip is not None or device.flash_version != 2:
+        name = "ROCm's" if torch.version.hip is not None else f"version {device.flash_version} of"
+        return NoKernel(f"{name} flash attention is not known to give the same bits in parts")
     return FlashKernel(device)
 
 
-_OTHERS = {
-    SDPBackend.MATH.value: NoKernel("torch chooses its own formula, which no kernel computes"),
-    SDPBackend.EFFICIENT_ATTENTION.value: NoKernel("torch chooses its memory-efficient kernel"),
-    SDPBackend.CUDNN_ATTENTION.value: NoKernel(
-        "torch chooses cuDNN's kernel, which is not known to give the same bits in parts",
-        remedy="torch.backends.cuda.enable_cudnn_sdp(False) makes it choose flash attention",
-    ),
-}
+def attention_in_groups(kernel: FlashKernel, plan: GroupPlan, call: AttentionCall) -> Tensor:
+    """Return scaled dot-product attention, one group after the other.
 
+    Differentiable once, as the kernels are.
 
-def _write(found: Gradients, into: Gradients) -> None:
-    for whole, part in zip(into, found, strict=True):
-        whole.copy_(part)
+    Args:
+        kernel: runs for each group.
+        plan: the groups.
+        call: tensors of the dtype in which *kernel* computes, and no mask.
 
-
-def _of_query_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Return room for the gradients of a key-value head, one for each query head.
-
-    Laid out as (batch, length, heads, head_dim), as ``mha_bwd`` does.
+    Returns:
+        (batch, heads, length, head_dim), with the strides that the kernel gives.
     """
-    batch, _, length, width = tensor.shape
-    return tensor.new_empty((batch, length, num_heads, width)).transpose(1, 2)
+    result: Tensor = _InGroups.apply(kernel, plan, call[3:], *call[:3])  # type: ignore[no-untyped-call]
+    return result
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor as ``empty_like`` allocates it inside of the kernels.
+class _InGroups(torch.autograd.Function):
+    """Runs a kernel for each group, and its backward for each group."""
 
-    It has the strides of *tensor* where that is dense, and else their order. It is no view, so that
-    what autograd returns may be changed in place as the kernel's may.
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    dense, num_elements = list(strides), 1
-    is_dense = True
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], shape[dim])):
-        is_dense &= shape[dim] == 1 or strides[dim] == num_elements
-        dense[dim] = num_elements
-        num_elements *= shape[dim]
-    return tensor.new_empty_strided(shape, strides if is_dense else dense)
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: FlashKernel, plan: GroupPlan, options: tuple[Any, ...], *tensors: Tensor
+    ) -> Tensor:
+        """Return the output of all groups."""
+        query, key, value = tensors
+        call = AttentionCall(query, key, value, *options)
+        ctx.call = kernel, plan, options
+        ctx.set_materialize_grads(False)
+        out, logsumexp, *state = run_as_one_kernel(
+            _run_forward, (kernel, plan, call), draws=call.dropout_p > 0
+        )
+        ctx.save_for_backward(key, query, value, logsumexp, out, *state)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of query, key and value; autograd drops what needs none."""
+        if grad is None:
+            return (None,) * 6
+        kernel, plan, options = ctx.call
+        key, query, value, logsumexp, out, *state = ctx.saved_tensors
+        call, num_pairs = AttentionCall(query, key, value, *options), 0
+        dq, dk, dv = map(kernel.empty_gradient, call[:3])
+        for group in plan.groups():
+            part, of_query, of_key = _part_of(call, group)
+            kernel.backward(
+                part,
+                (grad[of_query], out[of_query], logsumexp[of_query]),
+                state_after(state, num_pairs) if call.dropout_p else state,
+                (dq[of_query], dk[of_key], dv[of_key]),
+            )
+            num_pairs += part.query.shape[0] * part.query.shape[1]
+        return None, None, None, dq, dk, dv
 
 
-def _tokens_first(tensor: Tensor) -> Tensor:
-    """Return an empty tensor like *tensor*, laid out as (batch, length, heads, head_dim)."""
-    _, heads, length, width = tensor.shape
-    strides = (length * heads * width, width, heads * width, 1)
-    return tensor.new_empty_strided(tensor.shape, strides)
+def _run_forward(kernel: FlashKernel, plan: GroupPlan, call: AttentionCall) -> tuple[Tensor, ...]:
+    """Return output, logsumexp and the state of dropout."""
+    wholes = kernel.empty_outputs(call.query)
+    state: Sequence[Tensor] = ()
+    for group in plan.groups():
+        part, of_query, _ = _part_of(call, group)
+        out, logsumexp, *of_group = kernel.forward(part)
+        state = state or of_group
+        wholes[0][of_query] = out
+        wholes[1][of_query] = logsumexp
+        del out, logsumexp
+    return *wholes, *state
+
+
+def _part_of(
+    call: AttentionCall, group: Group
+) -> tuple[AttentionCall, tuple[slice, slice], tuple[slice, slice]]:
+    """Return the call of a group, and where it lies among the query's heads and the key's."""
+    ratio = call.query.shape[1] // call.key.shape[1]
+    samples = slice(group.first_sample, group.end_sample)
+    of_query = samples, slice(group.first_head * ratio, group.end_head * ratio)
+    of_key = samples, slice(group.first_head, group.end_head)
+    query, key, value = call.query[of_query], call.key[of_key], call.value[of_key]
+    return call._replace(query=query, key=key, value=value), of_query, of_key

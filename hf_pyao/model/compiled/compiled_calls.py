@@ -1,4 +1,4 @@
-"""By which backend ``torch.compile`` has compiled a module.
+"""By which backend ``torch.compile`` has compiled a module, and the same on fake tensors.
 
 [Note: Compiled calls] A module is compiled in one of three places: ``module.compile()`` leaves a
 compiled ``_call_impl`` in it, ``torch.compile(module)`` a wrapper around it, and
@@ -6,15 +6,20 @@ compiled ``_call_impl`` in it, ``torch.compile(module)`` a wrapper around it, an
 of torch's compile contexts, which knows the backend. torch has no public way to ask for that. What
 is read is listed in :func:`_context_of`. Where nothing is found there, the module counts as
 compiled by an unknown backend.
+
+[Note: Fake backends] AOTAutograd traces a graph forward and backward, decomposes it, runs the
+backend's passes over both, and divides them. What the forward half returns for backward is what
+autograd saves. Where the backend is Inductor, that much of it runs on fake tensors, and the halves
+are then called operation by operation. Fused code makes fewer temporary tensors, and takes less
+time; what it saves is the same.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +27,9 @@ from torch import nn
 from hf_pyao.training_engines import COMPILED
 
 Backend = Callable[..., Any]
+
+_AS_THEY_ARE = ("eager", "aot_eager", "aot_eager_decomp_partition")
+"""Backends of torch that generate no code, and run on fake tensors as they are."""
 
 
 class Place(Enum):
@@ -32,18 +40,7 @@ class Place(Enum):
     FORWARD = "torch.compile(module.forward)"
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledBy:
-    """How something is compiled."""
-
-    backend: Backend | None
-    """What compiles its graphs; None: not known."""
-    options: Mapping[str, Any]
-    """Further arguments of ``torch._dynamo.optimize``."""
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledCall:
+class CompiledCall(NamedTuple):
     """A module that is compiled, and how."""
 
     path: str
@@ -51,36 +48,63 @@ class CompiledCall:
     module: nn.Module
     """It; in a wrapper, the wrapper."""
     place: Place
-    by: CompiledBy
+    backend: Backend | None
+    """What compiles its graphs; None: not known."""
+    options: Mapping[str, Any]
+    """Further arguments of ``torch._dynamo.optimize``."""
 
 
 def compiled_calls(model: nn.Module) -> Iterator[CompiledCall]:
     """Yield what of *model* is compiled, outermost first; see [Note: Compiled calls]."""
     for path, module in model.named_modules():
-        attributes = module.__dict__
+        held = module.__dict__
         if COMPILED.wraps(module):
-            context = attributes.get("dynamo_ctx")
-            yield _found(path, module, Place.WRAPPER, context)
+            yield _found(path, module, Place.WRAPPER, held.get("dynamo_ctx"))
             continue
-        if attributes.get("_compiled_call_impl") is not None:
-            function = attributes["_compiled_call_impl"]
+        if (function := held.get("_compiled_call_impl")) is not None:
             yield _found(path, module, Place.IN_PLACE, _context_of(function))
-        forward = attributes.get("forward")
+        forward = held.get("forward")
         is_disabled = getattr(forward, "_torchdynamo_disable", False)
         if hasattr(forward, "_torchdynamo_orig_callable") and not is_disabled:
             yield _found(path, module, Place.FORWARD, _context_of(forward))
 
 
+def _found(path: str, module: nn.Module, place: Place, context: Any) -> CompiledCall:
+    options = {
+        "dynamic": getattr(context, "_dynamic", None),
+        "nopython": bool(getattr(context, "fullgraph", False)),
+    }
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return CompiledCall(path, module, place, backend if callable(backend) else None, options)
+
+
+def _context_of(function: Any) -> Any:
+    """Return the compile context that a compiled function closes over; None if there is none."""
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(() if code is None else code.co_freevars, cells, strict=True):
+        if name == "self" and hasattr(cell.cell_contents, "callback"):
+            return cell.cell_contents
+    return None
+
+
 def new_context(backend: Backend, options: Mapping[str, Any]) -> Any:
     """Return one of torch's compile contexts; what it is called with is compiled by *backend*.
 
-    Modules that are compiled by one context share their code where they are equal.
+    Modules that are compiled by one context share their code where they are equal. Their code is
+    kept apart from other code of the same classes; where torch cannot do that, it counts among the
+    most compilations that torch makes of a function (``torch._dynamo.config.recompile_limit``).
 
     Args:
         backend: compiles graphs.
-        options: as :attr:`CompiledBy.options`.
+        options: as :attr:`CompiledCall.options`.
     """
-    return torch._dynamo.optimize(backend=backend, **options)
+    optimize = torch._dynamo.optimize
+    is_known = "isolate_recompiles" in inspect.signature(optimize).parameters
+    more = {"isolate_recompiles": True} if is_known else {}
+    return optimize(backend=backend, **options, **more)
 
 
 def compile_alike(module: nn.Module, place: Place, context: Any) -> nn.Module:
@@ -97,39 +121,29 @@ def compile_alike(module: nn.Module, place: Place, context: Any) -> nn.Module:
     return module
 
 
-def alone(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *options* for code that is kept apart from other code of the same classes.
-
-    Where torch cannot do that, it counts among the most compilations that torch makes of a function
-    (``torch._dynamo.config.recompile_limit``).
-    """
-    is_known = "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters
-    return {**options, **({"isolate_recompiles": True} if is_known else {})}
-
-
-def _found(path: str, module: nn.Module, place: Place, context: Any) -> CompiledCall:
-    options: dict[str, Any] = {
-        "dynamic": getattr(context, "_dynamic", None),
-        "nopython": bool(getattr(context, "fullgraph", False)),
-    }
-    if getattr(context, "_isolate_recompiles_id", -1) != -1:
-        options["isolate_recompiles"] = True
-    return CompiledCall(path, module, place, CompiledBy(_backend_in(context), options))
+def fake_backend(backend: Backend | None) -> Backend | None:
+    """Return a backend for fake tensors that divides graphs as *backend* does; None: not known."""
+    if getattr(backend, "compiler_name", "") == "inductor":
+        return _inductor_partition
+    given = getattr(backend, "compiler_fn", backend)
+    is_of_torch = getattr(given, "__module__", "").startswith("torch._dynamo.backends")
+    return given if is_of_torch and getattr(given, "__name__", "") in _AS_THEY_ARE else None
 
 
-def _context_of(function: Any) -> Any:
-    """Return the compile context that a compiled function closes over; None if there is none."""
-    code = getattr(function, "__code__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    for name, cell in zip(() if code is None else code.co_freevars, cells, strict=True):
-        if name == "self" and hasattr(cell.cell_contents, "callback"):
-            return cell.cell_contents
-    return None
+def _inductor_partition(graph: Any, inputs: Any, **_: Any) -> Any:
+    """Compile *graph* by Inductor's passes and partitioner, without its code generation."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
 
+    def as_it_is(half: Any, _: Any) -> Any:
+        return make_boxed_func(half.forward)
 
-def _backend_in(context: Any) -> Backend | None:
-    """Return the backend of a compile context; None if it is not found."""
-    found: Any = getattr(context, "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return found if callable(found) else None
+    compiler = aot_autograd(
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=partition_fn,
+        decompositions=select_decomp_table,
+    )
+    return compiler(graph, inputs)

@@ -7,6 +7,7 @@ the way. A step that is simulated for a device must not be charged for that.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,6 @@ from hf_pyao.engine.codecs.grid import Grid
 
 NAMESPACE = "hf_pyao_simulation"
 
-_SCHEMAS = (
-    "encode_groups(Tensor values, int num_codes, int num_groups, ScalarType codes)"
-    " -> (Tensor, Tensor)",
-    "decode_groups(Tensor codes, Tensor scales, int num_values, ScalarType values) -> Tensor",
-    "code_bits(Tensor values, int num_codes) -> Tensor",
-)
-
 
 class OnePassKernels:
     """What :mod:`hf_pyao.engine.codecs.kernels` has, for tensors without values."""
@@ -31,35 +25,26 @@ class OnePassKernels:
     @staticmethod
     def encode_groups(values: Tensor, group_size: int, grid: Grid) -> tuple[Tensor, Tensor]:
         """Return empty codes and scales; see the kernel of that name."""
-        num_codes = -(-values.numel() * grid.bits // 8)
-        num_groups = -(-values.numel() // group_size)
-        codes, scales = _operations().encode_groups(values, num_codes, num_groups, grid.code_dtype)
+        sizes = -(-values.numel() * grid.bits // 8), -(-values.numel() // group_size)
+        codes, scales = _kernel([values], sizes, [grid.code_dtype, torch.float32])
         return codes, scales
 
     @staticmethod
     def decode_groups(
-        codes: Tensor,
-        scales: Tensor,
-        group_size: int,
-        grid: Grid,
-        num_values: int,
-        dtype: torch.dtype,
+        codes: Tensor, scales: Tensor, _size: int, _grid: Grid, num_values: int, dtype: torch.dtype
     ) -> Tensor:
         """Return empty values; see the kernel of that name."""
-        values: Tensor = _operations().decode_groups(codes, scales, num_values, dtype)
-        return values
+        return _kernel([codes, scales], [num_values], [dtype])[0]
 
     @staticmethod
     def pack_bits(flags: Tensor) -> Tensor:
         """Return empty bytes; see the kernel of that name."""
-        packed: Tensor = _operations().code_bits(flags, -(-flags.numel() // 8))
-        return packed
+        return _kernel([flags], [-(-flags.numel() // 8)], [torch.uint8])[0]
 
     @staticmethod
     def unpack_bits(packed: Tensor, num_values: int) -> Tensor:
         """Return empty flags; see the kernel of that name."""
-        flags: Tensor = _operations().code_bits(packed, num_values)
-        return flags
+        return _kernel([packed], [num_values], [torch.uint8])[0]
 
 
 def kernels_for(tensor: Tensor) -> type[OnePassKernels] | None:
@@ -67,34 +52,25 @@ def kernels_for(tensor: Tensor) -> type[OnePassKernels] | None:
     return OnePassKernels if isinstance(tensor, FakeTensor) else None
 
 
-def _operations() -> Any:
+def _kernel(
+    inputs: list[Tensor], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Return empty tensors of so many elements, by one operation that reads *inputs*."""
     _define()
-    return getattr(torch.ops, NAMESPACE)
+    made: list[Tensor] = getattr(torch.ops, NAMESPACE).codec_kernel(inputs, sizes, dtypes)
+    return made
 
 
 @functools.cache
 def _define() -> Any:
-    """Define the operations, once per process; they go when their library goes."""
+    """Define the operation, once per process; it goes when its library goes."""
     make: Any = library.Library
     operations = make(NAMESPACE, "FRAGMENT")
-    for schema, function in zip(_SCHEMAS, (_encode, _decode, _code_bits), strict=True):
-        operations.define(schema)
-        operations.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    operations.define("codec_kernel(Tensor[] inputs, int[] sizes, ScalarType[] dtypes) -> Tensor[]")
+    operations.impl("codec_kernel", _empty, "CompositeExplicitAutograd")
     return operations
 
 
-def _encode(
-    values: Tensor, num_codes: int, num_groups: int, codes: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return (
-        values.new_empty(num_codes, dtype=codes),
-        values.new_empty(num_groups, dtype=torch.float32),
-    )
-
-
-def _decode(codes: Tensor, scales: Tensor, num_values: int, values: torch.dtype) -> Tensor:
-    return codes.new_empty(num_values, dtype=values)
-
-
-def _code_bits(values: Tensor, num_codes: int) -> Tensor:
-    return values.new_empty(num_codes, dtype=torch.uint8)
+def _empty(inputs: list[Tensor], sizes: list[int], dtypes: list[torch.dtype]) -> list[Tensor]:
+    both = zip(sizes, dtypes, strict=True)
+    return [inputs[0].new_empty(size, dtype=dtype) for size, dtype in both]

@@ -33,39 +33,18 @@ def choices_of_cuda(*, has_padding: bool = False) -> tuple[Replacement, ...]:
     Args:
         has_padding: whether the batch has padding, so that attention needs a mask.
     """
-    answers = answers_without_values(has_padding=has_padding)
-    if not can_trace_wide_products():
-        return answers
-    products = [
-        Replacement(module, "has_wide_products", _is_half)
-        for module in (cross_entropy, gradient_buffer)
-    ]
-    return (*answers, *products)
+    modules = (cross_entropy, gradient_buffer) if can_trace_wide_products() else ()
+    products = [Replacement(module, "has_wide_products", _is_half) for module in modules]
+    return (*answers_without_values(has_padding=has_padding), *products)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.itemsize == 2
 
 
 def _rand(own: Any, *size: Any, **options: Any) -> Any:
     """Draw a single number as 1.0, which is below no rate; all else as ever."""
     return 1.0 if size == ([],) else own(*size, **options)
-
-
-def _holds(*_: Any, **__: Any) -> None:
-    """Take a condition on values for true."""
-
-
-def _needs_no_mask(padding_mask: object, query_length: int, kv_length: int, *others: Any) -> bool:
-    """Say whether causal attention without padding needs no mask: unless it is within a window."""
-    window = others[-1]  # the last argument in all releases
-    return window is None or kv_length < window
-
-
-def _needed_no_mask(*_: Any, sliding_window: int | None = None, **__: Any) -> bool:
-    """Say the same as older releases ask it; none of those that do has a window."""
-    return sliding_window is None
-
-
-def _needs_mask(*_: Any, **__: Any) -> bool:
-    """Say that a mask is needed: a batch has padding."""
-    return False
 
 
 def answers_without_values(
@@ -81,19 +60,27 @@ def answers_without_values(
         may_lack_mask: whether the batch may have no ``attention_mask``, unlike those of data
             collators. transformers 4 then makes a mask in training without a cache.
     """
-    needed, needs = (_needs_mask, _needs_mask) if has_padding else (_needed_no_mask, _needs_no_mask)
+
+    def needs_none(padding_mask: object, query_length: int, kv_length: int, *others: Any) -> bool:
+        """Say whether causal attention needs no mask; the last argument is the window."""
+        return not has_padding and (others[-1] is None or kv_length < others[-1])
+
+    def needed_none(*_: Any, sliding_window: int | None = None, **__: Any) -> bool:
+        """Say the same as older releases ask it; none of those that do has a window."""
+        return not has_padding and sliding_window is None
+
     older: Any = None
     with contextlib.suppress(ImportError):  # OPT's, before transformers 5
         module = importlib.import_module("transformers.modeling_attn_mask_utils")
         older = module.AttentionMaskConverter
     no_packed_sequences = Replacement(masking_utils, _PACKED, lambda *_, **__: None)
     return (
-        Replacement(older, "_ignore_causal_mask_sdpa", needed),
+        Replacement(older, "_ignore_causal_mask_sdpa", needed_none),
         *(() if may_lack_mask and _masks_unasked() else (no_packed_sequences,)),
-        Replacement(masking_utils, "_ignore_causal_mask_sdpa", needs),
+        Replacement(masking_utils, "_ignore_causal_mask_sdpa", needs_none),
         Replacement(torch, "rand", partial(_rand, torch.rand)),
-        Replacement(torch, "_check_tensor_all", _holds),
-        Replacement(torch, "_check_tensor_all_with", _holds),
+        Replacement(torch, "_check_tensor_all", lambda *_, **__: None),
+        Replacement(torch, "_check_tensor_all_with", lambda *_, **__: None),
     )
 
 
@@ -117,12 +104,7 @@ def grouped_products() -> tuple[Replacement, ...]:
         return ()
 
     def grouped_mm(
-        mat_a: torch.Tensor,
-        mat_b: torch.Tensor,
-        scale_a: Any,
-        scale_b: Any,
-        *args: Any,
-        **more: Any,
+        mat_a: Any, mat_b: Any, scale_a: Any, scale_b: Any, *args: Any, **more: Any
     ) -> Any:
         is_plain = scale_a is None and scale_b is None and mat_a.dtype == mat_b.dtype
         if not is_plain or mat_a.dtype == torch.bfloat16 or not mat_a.dtype.is_floating_point:
@@ -131,7 +113,3 @@ def grouped_products() -> tuple[Replacement, ...]:
         return shape_of(mat_a, mat_b, offs, more.get("out_dtype") or mat_a.dtype)
 
     return (Replacement(metas, "_meta_grouped_mm_common", grouped_mm),)
-
-
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.itemsize == 2

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.engine.codecs import bitmask, grouped
 from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.model.attention import kernels as group_kernels
-from hf_pyao.model.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
+from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, NoKernel, flash_kernel_of
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
 from hf_pyao.model.fake_cuda.quick_results import quick_result
 from hf_pyao.plan.hardware.attention_kernels import (
@@ -49,11 +49,10 @@ def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE)
     """Let torch's functions, called on a CPU, run the operations that they run on CUDA.
 
     - Attention runs the kernel that torch would choose (``plan/hardware/attention_kernels``). Of
-    16 bits
-      without a mask that is flash attention, which takes grouped heads as they are, and saves its
-      inputs, its result and a float32 statistic per row; heads are padded to a multiple of 8. With
-      a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a bias
-      besides, and takes grouped heads repeated.
+      16 bits without a mask that is flash attention, which takes grouped heads as they are, and
+      saves its inputs, its result and a float32 statistic per row; heads are padded to a multiple
+      of 8. With a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a
+      bias besides, and takes grouped heads repeated.
     - Dropout saves one byte for each element.
     - Layer normalization saves its statistics in float32, whatever it normalizes
       (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``); on a CPU they have the input's dtype.
@@ -133,126 +132,64 @@ class _Attention:
     def __init__(self, kernels: KernelSettings) -> None:
         self._kernels = kernels
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if has_torch_function((query, key, value)):  # modes see torch's function too
-            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            seen: torch.Tensor = handle_torch_function(self, (query, key, value), *given)
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = AttentionCall(*args, **kwargs)
+        if has_torch_function(call[:3]):  # modes see torch's function too
+            seen: torch.Tensor = handle_torch_function(self, call[:3], *call)
             return seen
-        request = _request(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        request = _request(call)
         kernel = choose_attention(request, self._kernels)
         if kernel == FLASH:
-            return _flash_attention(query, key, value, dropout_p, is_causal, scale)
+            return _flash_attention(call)
+        aten: Any = torch.ops.aten
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
         if enable_gqa and kernel != CUDNN:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-        call = (query, key, value, attn_mask, dropout_p, is_causal)
-        if kernel == MATH:
-            aten: Any = torch.ops.aten
-            result: torch.Tensor = aten._scaled_dot_product_attention_math(*call, scale=scale)[0]
-            return result
-        run = _cudnn_attention if kernel == CUDNN else _efficient_attention
-        return run(*call, scale, request.needs_gradient)
+        run, more = aten._scaled_dot_product_attention_math, [mask, dropout_p, is_causal]
+        if kernel != MATH:
+            run = aten._scaled_dot_product_efficient_attention
+            more = [_bias(mask, query, key), request.needs_gradient, dropout_p, is_causal]
+        if kernel == CUDNN:
+            run, more = aten._scaled_dot_product_cudnn_attention, [*more, False]
+        result: torch.Tensor = run(query, key, value, *more, scale=scale)[0]
+        return result
 
-    def kernel_in_groups(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        settings: AttentionSettings,
-        *,
-        enable_gqa: bool,
-    ) -> Kernel | NoKernel:
+    def kernel_in_groups(self, call: AttentionCall) -> FlashKernel | NoKernel:
         """Stand for :func:`hf_pyao.model.attention.kernels.chosen_kernel`."""
-        dropout_p, is_causal = settings.dropout_p, settings.is_causal
-        request = _request(query, key, value, None, dropout_p, is_causal, enable_gqa)
-        kernel = choose_attention(request, self._kernels)
+        kernel = choose_attention(_request(call), self._kernels)
         if kernel == FLASH:
-            return flash_kernel_of(query, self._kernels)
+            return flash_kernel_of(call.query, self._kernels)
         return NoKernel(f"torch chooses its {kernel} kernel")
 
 
-def _request(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> AttentionRequest:
-    tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+def _request(call: AttentionCall) -> AttentionRequest:
+    tensors = [each for each in call[:4] if each is not None]
+    mask = call.attn_mask
     return AttentionRequest(
-        query.dtype,
-        tuple(query.shape),
-        tuple(key.shape),
-        tuple(value.shape),
-        has_mask=attn_mask is not None,
-        mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
+        call.query.dtype,
+        tuple(call.query.shape),
+        tuple(call.key.shape),
+        tuple(call.value.shape),
+        has_mask=mask is not None,
+        mask_needs_gradient=mask is not None and mask.requires_grad,
+        dropout_p=call.dropout_p,
+        is_causal=call.is_causal,
         needs_gradient=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
-        is_grouped=enable_gqa,
+        is_grouped=call.enable_gqa,
     )
 
 
-def _flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    width = query.shape[-1]
+def _flash_attention(call: AttentionCall) -> torch.Tensor:
+    query, key, value = call[:3]
+    width, scale = query.shape[-1], call.scale
     if width % 8:  # torch pads heads, and slices the result
         scale = width**-0.5 if scale is None else scale
-        query, key, value = (F.pad(each, (0, 8 - width % 8)) for each in (query, key, value))
+        query, key, value = (F.pad(each, (0, -width % 8)) for each in call[:3])
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        query, key, value, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return result[..., :width] if width % 8 else result
-
-
-def _efficient_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    saves: bool,
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, _bias(mask, query, key), saves, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
-
-
-def _cudnn_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    saves: bool,
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, _bias(mask, query, key), saves, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return result
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

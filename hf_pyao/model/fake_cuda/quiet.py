@@ -8,27 +8,17 @@ from contextlib import contextmanager
 
 from hf_pyao.model.fake_cuda.cuda_operations import ONE_THREAD
 
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Say nothing of what is done inside: it is not what training will do."""
-    with _at_least("hf_pyao", logging.ERROR):
-        yield
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+"""The logger by which torch prints the traceback of an operation that raises on fake tensors."""
 
 
 @contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Stop torch from printing the traceback of an operation that raises on fake tensors."""
-    with _at_least("torch._subclasses.fake_tensor", logging.CRITICAL):
-        yield
-
-
-@contextmanager
-def _at_least(name: str, lowest: int) -> Iterator[None]:
+def quiet(name: str = "hf_pyao") -> Iterator[None]:
+    """Let logger *name* say nothing of what is done inside: it is not what training will do."""
     logger = logging.getLogger(name)
     with ONE_THREAD:
         level = logger.level
-        logger.setLevel(max(level, lowest))
+        logger.setLevel(max(level, logging.CRITICAL))
         try:
             yield
         finally:

@@ -10,11 +10,13 @@ around ours, that stays: ours then only passes calls on.
 
 from __future__ import annotations
 
+import abc
 import inspect
 import types
 import typing
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,16 +30,12 @@ _KEYS = "_pyao_handles_"
 _IS_OURS = "_is_pyao_forward"
 
 
-class Handle(Protocol):
-    """What answers for a module's method."""
+class LeftBehind(abc.ABC):
+    """What answers for a module's method; copies and pickles of it are None."""
 
+    @abc.abstractmethod
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what a call of the method returns; *own* is the method that was there before."""
-        ...
-
-
-class LeftBehind:
-    """Mixed into a handle: copies and pickles of it are None."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is a plain model: its methods find no handle."""
@@ -49,7 +47,42 @@ class LeftBehind:
         return typing.cast, (None, None)
 
 
-def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+HandleT = TypeVar("HandleT", bound=LeftBehind)
+
+
+class Exchanged(Generic[HandleT]):
+    """Methods of modules that one part of an attachment has exchanged. Holds the modules weakly.
+
+    Args:
+        key: under which modules keep their handles.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._all: list[tuple[weakref.ref[nn.Module], HandleT]] = []
+
+    def put(self, module: nn.Module, handle: HandleT) -> None:
+        """Let calls of *module*'s forward go to *handle*."""
+        self._all.append((weakref.ref(module), handle))  # first: see [Note: Lasting forwards]
+        exchange(module, self._key, handle)
+
+    def replace(self, other: Callable[[HandleT], HandleT]) -> None:
+        """Exchange each handle for another one."""
+        before = [(module, handle) for ref, handle in self._all if (module := ref()) is not None]
+        self.take_back()
+        for module, handle in before:
+            self.put(module, other(handle))
+
+    def take_back(self) -> None:
+        """Give the modules their forwards back. Harmless if done already, wholly or in part."""
+        while self._all:
+            ref, handle = self._all[-1]
+            if (module := ref()) is not None:
+                give_back(module, self._key, handle)
+            self._all.pop()
+
+
+def exchange(module: nn.Module, key: str, handle: LeftBehind, name: str = "forward") -> None:
     """Let calls of *module*'s method *name* go to *handle*, which is kept under *key*.
 
     Of several handles the one that came last is called first; its own method is the one before.
@@ -64,7 +97,7 @@ def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward")
     module.__dict__[name] = types.MethodType(method, module)
 
 
-def give_back(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+def give_back(module: nn.Module, key: str, handle: LeftBehind, name: str = "forward") -> None:
     """Undo :func:`exchange`, wholly or in part done. Below somebody's method ours stays."""
     if module.__dict__.get(key, handle) is not handle:
         return
@@ -101,16 +134,9 @@ def leads_to_class(module: nn.Module, method: object, name: str = "forward") -> 
     return is_ours and module.__dict__.get(_PREVIOUS + name) is None
 
 
-class _Below:
-    """The method that a handle finds below it, where another handle is."""
-
-    def __init__(self, handle: Handle, module: nn.Module, own: Method) -> None:
-        self._handle = handle
-        self._module = module
-        self._own = own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._handle.run(self._module, self._own, args, kwargs)
+def _above(handle: LeftBehind, module: nn.Module, own: Method) -> Method:
+    """Return the method that another handle finds below it, where *handle* is."""
+    return lambda *args, **kwargs: handle.run(module, own, args, kwargs)
 
 
 def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
@@ -126,7 +152,7 @@ def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
         if handles:
             own_method = wrapped or types.MethodType(getattr(type(self), name), self)
             for handle in handles[:-1]:
-                own_method = _Below(handle, self, own_method)
+                own_method = _above(handle, self, own_method)
             return handles[-1].run(self, own_method, args, kwargs)
         if wrapped is not None:
             return wrapped(*args, **kwargs)

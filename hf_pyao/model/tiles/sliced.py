@@ -14,10 +14,10 @@ layer's last, their inputs are that tensor, and the slices are not run once more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import no_hooks
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.gradient_buffer import GradientBuffer
-from hf_pyao.model.tiles.linears import Ending, Linears, NeedsValuesError
-from hf_pyao.model.tiles.tensor_hooks import NoTensorHooks
+from hf_pyao.model.tiles.linears import Linears, NeedsValuesError
 from hf_pyao.plan.options.tile_plan import TilePlan
 
 
@@ -40,17 +39,34 @@ class Rerun:
 
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
+    last_linear: int = 0
+    """Which of its linear layers, counted from 1, a second run may leave out; 0: none. See
+    [Note: Last products] in ``linears``."""
     state: Callable[[], StateOfCall] = lambda: StateOfCall(ModuleState((), "a function in tiles"))
     """Returns what else the function depends on: training mode is put back in backward, and the
     rest must be as it was."""
-    ending: Ending = field(default_factory=Ending)
-    """What is known of the function's end; one for all calls of it."""
     name: str = ""
     """Of the function, for messages of *check*."""
     check: ForwardCheck | None = None
     """Compares the slices' outputs in backward with those of forward; None: nothing does."""
     watch: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the slices run again in backward."""
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Tensor]
+    weights: Callable[[], Sequence[Tensor]]
+    versions: list[int]
+    """Of the weights, as the call began."""
+    plan: TilePlan
+    rerun: Rerun
+
+    def slices(self, tensors: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield for each slice where its rows are, and these rows of *tensors*, (1, ..., n, D)."""
+        rows, ones = list(map(_rows_of, tensors)), (1,) * (tensors[0].dim() - 2)
+        for start, stop in self.plan.slices():
+            at = slice(start, stop)
+            yield at, [each[at].view(*ones, stop - start, each.shape[-1]) for each in rows]
 
 
 def run_in_slices(
@@ -81,30 +97,20 @@ def run_in_slices(
     """
     if slices.num_tiles < 2:
         return function(*inputs)
-    call = _Call(function, weights, slices, rerun or Rerun())
     current = list(weights())
+    call = _Call(function, weights, versions_of(current), slices, rerun or Rerun())
     trained = [weight for weight in current if weight.requires_grad]
     # A node needs an input with a gradient to be one.
     anchors = [] if any(tensor.requires_grad for tensor in inputs) else trained[:1]
     node: list[Any] = []
     token = _SaveInputs.apply(node, len(inputs), *inputs, *anchors)  # type: ignore[no-untyped-call]
-    result: Tensor = _RunSlices.apply(  # type: ignore[no-untyped-call]
-        node, call, versions_of(current), token, len(inputs), *inputs, *trained
-    )
+    result: Tensor = _RunSlices.apply(node, call, token, len(inputs), *inputs, *trained)  # type: ignore[no-untyped-call]
     return result
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor has been written to; -1 where torch does not count."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[..., Tensor]
-    weights: Callable[[], Sequence[Tensor]]
-    slices: TilePlan
-    rerun: Rerun
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -115,17 +121,14 @@ class _SaveInputs(torch.autograd.Function):
         """Save the inputs, and return an empty tensor that ties the two nodes."""
         ctx.save_for_backward(*tensors[:num_inputs])
         ctx.set_materialize_grads(False)
-        ctx.num_tensors = len(tensors)
         node.append(ctx)  # by which the second node finds this one
         first = tensors[0]
-        dtype = first.dtype if first.is_floating_point() else torch.float32
-        return first.new_empty(0, dtype=dtype)
+        return first.new_empty(0, dtype=first.dtype if first.is_floating_point() else None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
         """Do nothing: the other node has returned the gradients."""
-        num_inputs: int = 2 + ctx.num_tensors
-        return (None,) * num_inputs
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _RunSlices(torch.autograd.Function):
@@ -133,33 +136,35 @@ class _RunSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        node: list[Any],
-        call: _Call,
-        versions: list[int],
-        token: Tensor,
-        num_inputs: int,
-        *tensors: Tensor,
+        ctx: Any, node: list[Any], call: _Call, token: Tensor, num_inputs: int, *tensors: Tensor
     ) -> Tensor:
         """Run the slices; nothing that they compute is kept but their output."""
-        inputs = tensors[:num_inputs]
+        inputs, rerun = tensors[:num_inputs], call.rerun
         ctx.set_materialize_grads(False)
-        ctx.node, ctx.call, ctx.versions = node, call, versions
-        ctx.state = call.rerun.state()
+        ctx.node, ctx.call, ctx.state, ctx.noted = node, call, rerun.state(), []
         has_values = not isinstance(inputs[0], FakeTensor)  # fake tensors draw nothing
         ctx.surroundings = Surroundings([inputs[0].device], with_random=has_values)
-        ctx.noted = []
+        whole: Any = None  # no view: what comes next may write to it
         try:
-            return _run_forward(call, inputs, ctx.noted)
+            for at, given in call.slices(inputs):
+                part = _rows_of(call.function(*given))
+                if whole is None:
+                    whole = part.new_empty(*inputs[0].shape[:-1], part.shape[-1])
+                _rows_of(whole)[at] = part
+                if rerun.check is not None:
+                    ctx.noted.append(rerun.check.note(rerun.name, part))
+                del part
         finally:
             if ctx.surroundings.is_cast:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
                 torch.clear_autocast_cache()
+        result: Tensor = whole
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run each slice again and take its gradients."""
-        num_other = 5
+        num_other = 4
         needs = ctx.needs_input_grad[num_other:]
         if grad_output is None:
             return (None,) * (num_other + len(needs))
@@ -169,133 +174,99 @@ class _RunSlices(torch.autograd.Function):
                 "no graph of them. Set mlp_tiles='off' for training that needs second derivatives.",
                 key="second-derivatives",
             )
-        rerun = ctx.call.rerun
+        inputs, rerun = ctx.node[0].saved_tensors, ctx.call.rerun
         # Outputs that are compared must be there: no product is left out.
-        ending = rerun.ending if rerun.check is None else Ending()
-        inputs = ctx.node[0].saved_tensors
+        left_out = rerun.last_linear if rerun.check is None else 0
         with rerun.watch():
             try:
-                found = _run_backward(ctx, inputs, needs, grad_output, ending)
+                with ctx.surroundings.put_back(), ctx.state.put_back():
+                    found = _gradients(ctx, inputs, needs, grad_output, left_out)
             except NeedsValuesError:
-                ending.leave_out_none()
-                found = _run_backward(ctx, inputs, needs, grad_output, ending)
+                with ctx.surroundings.put_back(), ctx.state.put_back():
+                    found = _gradients(ctx, inputs, needs, grad_output, 0)
         return (*(None,) * num_other, *found)
 
 
-def _run_forward(call: _Call, inputs: Sequence[Tensor], noted: list[Any]) -> Tensor:
-    """Return the function's output, of all tokens; *noted* gets what the call's check notes."""
-    lead, rerun = inputs[0].shape[:-1], call.rerun
-    rows = [_rows_of(tensor) for tensor in inputs]
-    whole: Tensor | None = None  # no view: what comes next may write to it
-    for start, stop in call.slices.slices():
-        given = [_slice_of(each, start, stop, len(lead)) for each in rows]
-        if rerun.is_compiled or rerun.ending.last is not None:
-            part = _rows_of(call.function(*given))
-        else:  # the first time: its end is looked at
-            with Linears(rerun.ending) as linears:
-                part = _rows_of(call.function(*given))
-            linears.note_ending()
-        if whole is None:
-            whole = part.new_empty(*lead, part.shape[-1])
-        _rows_of(whole)[start:stop] = part
-        if rerun.check is not None:
-            noted.append(rerun.check.note(rerun.name, part))
-        del part
-    assert whole is not None
-    return whole
-
-
-def _run_backward(
-    ctx: Any,
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
-    grad_output: Tensor,
-    ending: Ending,
+def _gradients(
+    ctx: Any, inputs: Sequence[Tensor], needs: Sequence[bool], grad_output: Tensor, left_out: int
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
     call: _Call = ctx.call
     of_inputs, of_weights = needs[: len(inputs)], needs[len(inputs) :]
-    with ctx.surroundings.put_back(), ctx.state.put_back():
-        weights = list(call.weights())
-        if versions_of(weights) != ctx.versions:
-            raise SavedTensorModifiedError(
-                "a weight of an MLP in tiles was modified by an inplace operation between "
-                "forward and backward, which runs the MLP again with it. Step the optimizer "
-                "after backward.",
-                key="changed-before-second-run",
-            )
-        trained = [weight for weight in weights if weight.requires_grad]
-        wanted = [weight for weight, need in zip(trained, of_weights, strict=True) if need]
-        sums = {id(weight): GradientBuffer.of(weight) for weight in wanted}
-        grads = [
-            each.new_empty(_rows_of(each).shape) if need else None
-            for each, need in zip(inputs, of_inputs, strict=True)
-        ]
-        rows, grad_rows = [_rows_of(each.detach()) for each in inputs], _rows_of(grad_output)
-        num_lead = inputs[0].dim() - 1
-
-        def add_slice(index: int, start: int, stop: int) -> None:
-            given = [
-                _slice_of(each, start, stop, num_lead).detach().requires_grad_(need)
-                for each, need in zip(rows, of_inputs, strict=True)
-            ]
-            output = _run_again(call, given, ctx.noted, index, ending, sums)
-            grad = _slice_of(grad_rows, start, stop, num_lead)
-            leaves = [each for each, need in zip(given, of_inputs, strict=True) if need]
-            found = _gradients(output, grad, [*leaves, *wanted])
-            del output
-            wholes = (whole for whole in grads if whole is not None)
-            for whole, part in zip(wholes, found, strict=False):
-                whole[start:stop] = 0 if part is None else _rows_of(part)
-            for weight, gradient in zip(wanted, found[len(leaves) :], strict=True):
-                if gradient is not None:
-                    sums[id(weight)].add(gradient)
-
-        with NoTensorHooks(trained), no_hooks(), torch.enable_grad():
-            for index, (start, stop) in enumerate(call.slices.slices()):
-                add_slice(index, start, stop)
-    totals = (sums[id(weight)].total(weight.shape) for weight in wanted)
-    return [
-        *(g if g is None else g.view(each.shape) for g, each in zip(grads, inputs, strict=True)),
-        *(next(totals) if need else None for need in of_weights),
+    weights = list(call.weights())
+    if versions_of(weights) != call.versions:
+        raise SavedTensorModifiedError(
+            "a weight of an MLP in tiles was modified by an inplace operation between forward and "
+            "backward, which runs the MLP again with it. Step the optimizer after backward.",
+            key="changed-before-second-run",
+        )
+    trained = [weight for weight in weights if weight.requires_grad]
+    wanted = [weight for weight, need in zip(trained, of_weights, strict=True) if need]
+    sums = {id(weight): GradientBuffer.of(weight) for weight in wanted}
+    grads = [
+        each.new_empty(each.shape) if need else None
+        for each, need in zip(inputs, of_inputs, strict=True)
     ]
+
+    def add_slice(index: int, at: slice, given: Sequence[Tensor], grad: Tensor) -> None:
+        for each, need in zip(given, of_inputs, strict=True):
+            each.requires_grad_(need)
+        output = _run_again(call, given, sums, left_out)
+        if (check := call.rerun.check) is not None:
+            before = ctx.noted[index]
+            check.compare([before], [check.note_again(before, _rows_of(output))])
+        leaves = [each for each in given if each.requires_grad]
+        found: Sequence[Tensor | None] = (None,) * (len(leaves) + len(wanted))
+        if output.requires_grad:
+            grad = grad.to(output.dtype)
+            found = torch.autograd.grad(output, [*leaves, *wanted], grad, allow_unused=True)
+        del output
+        wholes = [whole for whole in grads if whole is not None]
+        for whole, part in zip(wholes, found, strict=False):
+            _rows_of(whole)[at] = 0 if part is None else _rows_of(part)
+        for weight, gradient in zip(wanted, found[len(leaves) :], strict=True):
+            if gradient is not None:
+                sums[id(weight)].add(gradient)
+
+    with _no_tensor_hooks(trained), no_hooks(), torch.enable_grad():
+        detached = [each.detach() for each in (*inputs, grad_output)]
+        for index, (at, (*given, grad)) in enumerate(call.slices(detached)):
+            add_slice(index, at, given, grad)
+    totals = (sums[id(weight)].total(weight.shape) for weight in wanted)
+    return [*grads, *(next(totals) if need else None for need in of_weights)]
 
 
 def _run_again(
-    call: _Call,
-    given: Sequence[Tensor],
-    noted: Sequence[Any],
-    index: int,
-    ending: Ending,
-    sums: dict[int, GradientBuffer],
+    call: _Call, given: Sequence[Tensor], sums: dict[int, GradientBuffer], left_out: int
 ) -> Tensor:
-    """Return the function's output, of one slice, with its graph."""
-    rerun = call.rerun
-    if rerun.is_compiled:
+    """Return the function's output, of one slice, with its graph.
+
+    Raises:
+        NeedsValuesError: it ends otherwise than with the linear layer that is left out.
+    """
+    if call.rerun.is_compiled:
+        return call.function(*given)
+    with Linears(sums, left_out) as linears:
         output = call.function(*given)
-    else:
-        with Linears(ending, sums) as linears:
-            output = call.function(*given)
-        linears.check(output)
-    if rerun.check is not None:
-        before = noted[index]
-        rerun.check.compare([before], [rerun.check.note_again(before, _rows_of(output))])
+    if left_out and not (linears.num_linears == left_out and linears.end_with(output)):
+        raise NeedsValuesError
     return output
 
 
-def _gradients(output: Tensor, grad: Tensor, wanted: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of *wanted*; None for what has no part in *output*."""
-    if not output.requires_grad:
-        return (None,) * len(wanted)
-    return torch.autograd.grad(output, wanted, grad.to(output.dtype), allow_unused=True)
+@contextmanager
+def _no_tensor_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Run no hooks on the gradients of *tensors*: they see each once and whole, when we return."""
+    tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
     """Return (..., D) as (tokens, D)."""
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _slice_of(rows: Tensor, start: int, stop: int, num_lead: int) -> Tensor:
-    """Return rows *start* to *stop* with *num_lead* dimensions before the last one."""
-    part = rows[start:stop]
-    return part.view(*(1,) * (num_lead - 1), stop - start, rows.shape[-1])

@@ -19,16 +19,46 @@ from torch import Tensor, nn
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, Method
-from hf_pyao.model.tiles import TilePlan
 from hf_pyao.model.tiles.sliced import versions_of
-from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP, reason_now
+from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP
 
 _POINTWISE: frozenset[Any] = frozenset(
-    {F.dropout, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh, torch.sigmoid}
+    {F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh, torch.sigmoid}
 )
 """Functions that join the chain: element by element, of one tensor."""
 
 _Step = tuple[nn.Module | None, Callable[[Tensor], Tensor]]
+
+
+class SpreadPart(Part):
+    """Answers for one of the modules of a spread MLP.
+
+    Args:
+        mlp: how the MLP runs in tiles.
+        is_first: the module goes up.
+        is_last: it goes down.
+    """
+
+    def __init__(self, mlp: TiledMLP, *, is_first: bool, is_last: bool) -> None:
+        self._mlp = mlp
+        self._is_first = is_first
+        self._is_last = is_last
+
+    def with_tiles(self, tiles: int | str) -> SpreadPart:
+        """Return the same with another number of tiles."""
+        mlp = self._mlp.with_tiles(tiles)
+        return SpreadPart(mlp, is_first=self._is_first, is_last=self._is_last)
+
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
+        """Begin the chain, join it, or run it in tiles."""
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(given, PutOffMLP) and given.is_put_off:
+            chain = given.then(module, own)
+            return chain.finish() if self._is_last else chain
+        args, kwargs = in_full(args, "its own modules"), in_full(kwargs, "its own modules")
+        if self._is_first and not kwargs and len(args) == 1 and self._mlp.takes(module, args):
+            return PutOffMLP(args[0], self._mlp, ((module, own),))
+        return own(*args, **kwargs)
 
 
 class PutOffMLP(TensorStandIn):
@@ -37,17 +67,13 @@ class PutOffMLP(TensorStandIn):
     Args:
         hidden: (..., D) input of the MLP.
         mlp: how it runs in tiles.
-        plan: how the call is cut.
         steps: what is to be done, each with the module that does it.
     """
 
-    def __init__(
-        self, hidden: Tensor, mlp: TiledMLP, plan: TilePlan, steps: tuple[_Step, ...]
-    ) -> None:
+    def __init__(self, hidden: Tensor, mlp: TiledMLP, steps: tuple[_Step, ...]) -> None:
         self._hidden = hidden
         self._version = versions_of([hidden])
         self._mlp = mlp
-        self._plan = plan
         self._steps = steps
         self._tensor: Tensor | None = None
 
@@ -61,30 +87,27 @@ class PutOffMLP(TensorStandIn):
     ) -> Any:
         """Let activations join the chain; run all else on the tensor."""
         given = dict(kwargs or {})
-        is_alone = bool(args) and isinstance(args[0], cls) and args[0]._tensor is None
-        if func in _POINTWISE and is_alone and not given.get("inplace") and "out" not in given:
+        is_alone = bool(args) and isinstance(args[0], cls) and args[0].is_put_off
+        joins = func in _POINTWISE or func is F.dropout  # looked up now: recordings have another
+        if joins and is_alone and not given.get("inplace") and "out" not in given:
             rest = tuple(args[1:])
             return args[0].then(None, lambda tensor: func(tensor, *rest, **given))
         return super().__torch_function__(func, types, args, kwargs)
 
     def then(self, module: nn.Module | None, step: Callable[[Tensor], Tensor]) -> PutOffMLP:
         """Return what stands in for *step* of this, by *module*."""
-        return PutOffMLP(self._hidden, self._mlp, self._plan, (*self._steps, (module, step)))
+        self._check_unchanged()
+        return PutOffMLP(self._hidden, self._mlp, (*self._steps, (module, step)))
 
     @property
     def is_put_off(self) -> bool:
         """Whether nobody has needed its elements yet."""
         return self._tensor is None
 
-    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Any:
-        """Return the MLP's output; *module*, the last one, does *step*."""
-        self._check_unchanged()
-        whole = self.then(module, step)
-        parts = [part for part, _ in whole._steps if part is not None]
-        if reason := reason_now(parts, also_itself=True):
-            self._mlp.say(reason)
-            return step(_run(self._steps, self._hidden))
-        return self._mlp.tiled(partial(_run, whole._steps), parts, self._plan, (self._hidden,))
+    def finish(self) -> Any:
+        """Return the MLP's output."""
+        parts = [part for part, _ in self._steps if part is not None]
+        return self._mlp.tiled(partial(_run, self._steps), parts, (self._hidden,))
 
     def materialize(self, reason: str) -> Tensor:
         """Return the tensor, computed as without tiles. *reason* says what needs it."""
@@ -107,50 +130,3 @@ def _run(steps: Sequence[_Step], hidden: Tensor) -> Tensor:
     for _, step in steps:
         hidden = step(hidden)
     return hidden
-
-
-class UpPart(Part):
-    """Answers for the module that goes up.
-
-    Args:
-        mlp: how the MLP runs in tiles.
-    """
-
-    def __init__(self, mlp: TiledMLP) -> None:
-        self._mlp = mlp
-
-    def with_tiles(self, tiles: int | str) -> UpPart:
-        """Return the same with another number of tiles."""
-        return UpPart(self._mlp.with_tiles(tiles))
-
-    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
-        """Put the call off if the MLP is to run in tiles."""
-        if kwargs or len(args) != 1:
-            return own(*in_full(args, "its first module"), **in_full(kwargs, "its first module"))
-        plan = self._mlp.plan(module, (module,), args, also_itself=True)
-        if plan is None:
-            return own(*in_full(args, "its first module"))
-        return PutOffMLP(args[0], self._mlp, plan, ((module, own),))
-
-
-class ActPart(Part):
-    """Answers for an activation."""
-
-    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
-        """Join the chain, if there is one."""
-        is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
-        if is_alone and args[0].is_put_off:
-            return args[0].then(module, own)
-        name = type(module).__name__
-        return own(*in_full(args, name), **in_full(kwargs, name))
-
-
-class DownPart(Part):
-    """Answers for the module that goes down."""
-
-    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
-        """Run the MLP in tiles, if it was put off."""
-        is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
-        if is_alone and args[0].is_put_off:
-            return args[0].finish(module, own)
-        return own(*in_full(args, "its last module"), **in_full(kwargs, "its last module"))

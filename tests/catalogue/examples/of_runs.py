@@ -123,10 +123,10 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from torch.nn.attention import SDPBackend
 
-    from hf_pyao.model.attention.grouped_attention import Notes
-    from hf_pyao.model.attention.kernels import _OTHERS
+    from hf_pyao.model.attention.attention_groups import Notes
+    from hf_pyao.model.attention.kernels import other_kernel
 
-    Notes("llama").say(*dataclasses.astuple(_OTHERS[SDPBackend.CUDNN_ATTENTION.value]))
+    Notes("llama").say(other_kernel(SDPBackend.CUDNN_ATTENTION))
 
 
 @example("logits-after-change")

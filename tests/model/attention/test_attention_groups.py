@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.recompute.kept_attention import KERNELS
 from hf_pyao.levers import Levers
-from hf_pyao.model.attention.grouped_attention import KEY
+from hf_pyao.model.attention.attention_groups import KEY
 from tests.helpers import (
     EVERY_LAYER,
     NUM_LAYERS,
@@ -209,7 +209,7 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     ("options", "reason"),
     [
         ({"attn_mask": torch.ones(6, 6).tril().bool()}, "a mask is given"),
-        ({"dropout_p": 0.3}, "its own formula"),
+        ({"dropout_p": 0.3}, "torch chooses MATH"),
     ],
 )
 def test_calls_that_are_left_alone(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from hf_pyao.model.attention.kernels import FlashKernel
+from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.options.group_plan import MIB, TARGET_BYTES, plan_groups
 
@@ -86,14 +87,15 @@ def num_splits(pairs: int, length: int, multiprocessors: int) -> int:
 @pytest.mark.parametrize("multiprocessors", [46, 80, 108, 128, 132, 148])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 4096, 100_000])
 def test_least_pairs_are_those_of_a_single_split(multiprocessors: int, length: int) -> None:
-    least = FlashKernel(KernelSettings(multiprocessors)).least_pairs(length, 0.0)
+    query = torch.empty(1, 1, length, 8, device="meta")
+    call = AttentionCall(query, query, query)
+    kernel = FlashKernel(KernelSettings(multiprocessors))
+    least = kernel.least_pairs(call, is_auto=False)
     assert num_splits(least, length, multiprocessors) == 1
     assert least == 1 or num_splits(least - 1, length, multiprocessors) == 2
-    assert (
-        FlashKernel(KernelSettings(multiprocessors)).least_pairs(length, 0.1) == 1
-    )  # dropout never splits
-    deterministic = FlashKernel(KernelSettings(multiprocessors, is_deterministic=True)).least_pairs(
-        length, 0.1
-    )
+    call = call._replace(dropout_p=0.1)  # dropout never splits
+    assert kernel.least_pairs(call, is_auto=False) == 1
+    kernel = FlashKernel(KernelSettings(multiprocessors, is_deterministic=True))
+    deterministic = kernel.least_pairs(call, is_auto=False)
     assert -(-multiprocessors // deterministic) == 1
     assert -(-multiprocessors // (deterministic - 1)) == 2

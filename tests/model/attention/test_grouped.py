@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.errors import ConflictError
-from hf_pyao.model.attention import FlashKernel, attention_in_groups, plan_groups
-from hf_pyao.model.attention.grouped import GroupedCall
-from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, Kernel
+from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, attention_in_groups
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.options.group_plan import GroupPlan, plan_groups
 from tests.helpers.ledger import AllocationLedger
 
 
@@ -59,7 +58,18 @@ def inputs_of(shape: Shape, layout: str, dtype: torch.dtype) -> list[Tensor]:
     return [each.requires_grad_() for each in (query, *keys)]
 
 
-def call_of(shape: Shape, setting: int, **settings: Any) -> GroupedCall:
+class Groups(NamedTuple):
+    """How a call runs."""
+
+    plan: GroupPlan
+    settings: dict[str, Any]
+    kernel: FlashKernel = FlashKernel(None)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return attention_in_groups(self.kernel, self.plan, AttentionCall(*tensors, **self.settings))
+
+
+def call_of(shape: Shape, setting: int, **settings: Any) -> Groups:
     plan = plan_groups(
         setting,
         num_samples=shape.samples,
@@ -68,7 +78,7 @@ def call_of(shape: Shape, setting: int, **settings: Any) -> GroupedCall:
         least_pairs=1,
         least_pairs_of_auto=1,
     )
-    return GroupedCall(Kernel(), plan, AttentionSettings(**settings))
+    return Groups(plan, settings)
 
 
 class Seen(NamedTuple):
@@ -133,7 +143,7 @@ def test_bits_strides_and_saved_tensors_are_those_of_one_kernel(
         for setting in (2, 3, 100):
             call = call_of(shape, setting, is_causal=is_causal, scale=scale)
             assert call.plan.num_groups > 1
-            found = run(lambda q, k, v, c=call: attention_in_groups(c, q, k, v), tensors, grad)
+            found = run(call, tensors, grad)
             assert_equal(found, expected)
 
 
@@ -148,21 +158,20 @@ def test_gradients_of_some_inputs(needs: tuple[bool, ...]) -> None:
     expected = torch.autograd.grad(
         F.scaled_dot_product_attention(*tensors, enable_gqa=True).sum(), wanted
     )
-    found = torch.autograd.grad(attention_in_groups(call_of(shape, 3), *tensors).sum(), wanted)
+    found = torch.autograd.grad(call_of(shape, 3)(*tensors).sum(), wanted)
     assert all(map(torch.equal, found, expected))
 
 
 def test_a_gradient_twice_is_refused_only_where_it_is_differentiated() -> None:
     shape = Shape(2, 4, 4, 12, 12, 8)
     tensors = inputs_of(shape, "heads first", torch.float32)
-    out = attention_in_groups(call_of(shape, 2), *tensors)
+    out = call_of(shape, 2)(*tensors)
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
     expected = F.scaled_dot_product_attention(*tensors)
     plain = torch.autograd.grad(expected.square().sum(), tensors, create_graph=True)
     assert all(map(torch.equal, grads, plain))
-    with pytest.raises(RuntimeError, match="attention_groups='off'") as error:
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         grads[0].sum().backward()
-    assert error.type is ConflictError
     with pytest.raises(RuntimeError, match="not implemented"):
         plain[0].sum().backward()
 
@@ -170,26 +179,25 @@ def test_a_gradient_twice_is_refused_only_where_it_is_differentiated() -> None:
 def test_a_saved_tensor_that_was_changed_is_noticed() -> None:
     shape = Shape(2, 4, 4, 12, 12, 8)
     tensors = inputs_of(shape, "heads first", torch.float32)
-    out = attention_in_groups(call_of(shape, 2), *tensors)
+    out = call_of(shape, 2)(*tensors)
     out.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
 def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Failing(Kernel):
-        def backward(self, call: BackwardCall) -> None:
+    class Failing(FlashKernel):
+        def backward(self, *arguments: Any) -> None:
             calls.append(1)
             if len(calls) == 2:
                 raise RuntimeError("out of memory")
-            super().backward(call)
+            super().backward(*arguments)
 
     calls: list[int] = []
     shape = Shape(2, 4, 4, 12, 12, 8)
     tensors = inputs_of(shape, "heads first", torch.float32)
-    call = dataclasses.replace(call_of(shape, 4), kernel=Failing())
-    loss = attention_in_groups(call, *tensors).sum()
+    call = call_of(shape, 4)._replace(kernel=Failing(None))
+    loss = call(*tensors).sum()
     with pytest.raises(RuntimeError, match="out of memory"):
         loss.backward(retain_graph=True)
     assert all(each.grad is None for each in tensors)
@@ -202,15 +210,15 @@ def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hungry(Kernel):
+class Hungry(FlashKernel):
     """Allocates so many bytes inside of backward for each pair of a sample and a head."""
 
     inside_bytes: int = 0
 
-    def backward(self, call: BackwardCall) -> None:
+    def backward(self, call: AttentionCall, *others: Any) -> None:
         num_pairs = call.query.shape[0] * call.query.shape[1]
         inside = torch.empty(num_pairs * self.inside_bytes, dtype=torch.uint8)
-        super().backward(call)
+        super().backward(call, *others)
         del inside
 
 
@@ -223,10 +231,8 @@ def test_the_peak_falls_by_what_a_kernel_allocates_for_the_others(shape: Shape) 
     result_bytes = sum(each.nbytes for each in tensors)
 
     def peak_of(setting: int) -> int:
-        call = dataclasses.replace(
-            call_of(shape, setting), kernel=Hungry(inside_bytes=inside_bytes)
-        )
-        out = attention_in_groups(call, *tensors)
+        call = call_of(shape, setting)._replace(kernel=Hungry(None, inside_bytes=inside_bytes))
+        out = call(*tensors)
         grad = torch.ones_like(out)
         with AllocationLedger() as ledger:
             grads = torch.autograd.grad(out, tensors, grad)
@@ -253,21 +259,21 @@ class Philox:
 class Dropping(FlashKernel):
     """Draws masks as FlashAttention-2 does: at the offset plus 32 times the pair's number."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Any) -> tuple[Tensor, ...]:
+    def forward(self, call: AttentionCall) -> tuple[Tensor, ...]:
+        q, k, v = call[:3]
         state = torch.tensor([7, Philox.offset]).to(torch.uint64)
         num_pairs = q.shape[0] * q.shape[1]
         Philox.offset += 32 * num_pairs
         out = self._scores(q, k, state) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         return out, torch.zeros(q.shape[:3]), state, torch.zeros(()).to(torch.uint64)
 
-    def _backward_of(self, call: BackwardCall) -> None:
+    def _backward_of(self, call: AttentionCall, given: Any, state: Any, into: Any) -> None:
         with torch.enable_grad():
-            given = (call.query, call.key, call.value)
-            tensors = [each.detach().requires_grad_() for each in given]
+            tensors = [each.detach().requires_grad_() for each in call[:3]]
             v = tensors[2].repeat_interleave(call.query.shape[1] // call.value.shape[1], 1)
-            out = self._scores(*tensors[:2], call.state[0]) @ v
-        grads = torch.autograd.grad(out, tensors, call.grad)
-        for whole, part in zip(call.into, grads, strict=True):
+            out = self._scores(*tensors[:2], state[0]) @ v
+        grads = torch.autograd.grad(out, tensors, given[0])
+        for whole, part in zip(into, grads, strict=True):
             whole.copy_(part)
 
     def _scores(self, q: Tensor, k: Tensor, state: Tensor) -> Tensor:
@@ -285,7 +291,7 @@ class Dropping(FlashKernel):
 class DroppingByHead(Dropping):
     """Runs the query heads of a key-value head one after the other."""
 
-    def _is_filled_by(self, query: Tensor) -> bool:
+    def _is_filled_by(self, call: AttentionCall) -> bool:
         return True
 
 
@@ -295,14 +301,14 @@ class DroppingByHead(Dropping):
 @pytest.mark.sampled(every=7)
 def test_dropout_draws_the_masks_of_one_kernel(setting: int, by_head: bool, kv_heads: int) -> None:
     shape = Shape(3, 4, kv_heads, 6, 6, 8)
-    kernel = DroppingByHead() if by_head else Dropping()
+    kernel = (DroppingByHead if by_head else Dropping)(KernelSettings())
     tensors = inputs_of(shape, "heads first", torch.float64)
     found = []
     for groups in (1, setting):
         Philox.offset = 40
-        call = dataclasses.replace(call_of(shape, groups, dropout_p=0.3), kernel=kernel)
+        call = call_of(shape, groups, dropout_p=0.3)._replace(kernel=kernel)
         assert (call.plan.num_groups == 1) == (groups == 1)
-        out = attention_in_groups(call, *tensors)
+        out = call(*tensors)
         found.append(
             [out, *torch.autograd.grad(out.sin().sum(), tensors), torch.tensor(Philox.offset)]
         )
@@ -320,20 +326,18 @@ class Expanding(FlashKernel):
 
     by_head: bool = False
 
-    def _is_filled_by(self, query: Tensor) -> bool:
+    def _is_filled_by(self, call: AttentionCall) -> bool:
         return self.by_head
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return Kernel().forward(*arguments)
+        return FlashKernel(None).forward(*arguments)
 
-    def _backward_of(self, call: BackwardCall) -> None:
-        num_heads, into = call.key.shape[1], call.into
+    def _backward_of(self, call: AttentionCall, given: Any, state: Any, into: Any) -> None:
+        num_heads = call.key.shape[1]
         ratio = call.query.shape[1] // num_heads
         expanded = [each.repeat_interleave(ratio, 1) for each in (call.key, call.value)]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, *of_heads = backward(
-            call.grad, call.query, *expanded, call.out, call.logsumexp, 0.0, False
-        )
+        dq, *of_heads = backward(given[0], call.query, *expanded, *given[1:], 0.0, False)
         into[0].copy_(dq)
         for whole, each in zip(into[1:], of_heads, strict=True):
             by_token = each.transpose(1, 2).contiguous().unflatten(2, (num_heads, ratio))
@@ -347,9 +351,13 @@ def test_query_heads_one_by_one_have_the_bits_of_all_at_once(
 ) -> None:
     tensors = inputs_of(shape, "tokens first", dtype)
     found = []
-    for kernel, setting in ((Expanding(), 1), (Expanding(), 4), (Expanding(by_head=True), 4)):
-        call = dataclasses.replace(call_of(shape, setting), kernel=kernel)
-        out = attention_in_groups(call, *tensors)
+    for kernel, setting in (
+        (Expanding(None), 1),
+        (Expanding(None), 4),
+        (Expanding(None, by_head=True), 4),
+    ):
+        call = call_of(shape, setting)._replace(kernel=kernel)
+        out = call(*tensors)
         grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
         found.append([out, *grads])
     for other in found[1:]:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.model.fake_cuda.cuda_operations import Replacement, operations_of_cuda, replaced
-from hf_pyao.model.fake_cuda.quiet import quiet, quiet_fake_tensors
+from hf_pyao.model.fake_cuda.quiet import FAKE_TENSORS, quiet
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
@@ -32,7 +33,7 @@ def state() -> tuple[object, ...]:
     return PLACE.name, *(logging.getLogger(name).level for name in names)
 
 
-@pytest.mark.parametrize("change", [replace_name, quiet, quiet_fake_tensors])
+@pytest.mark.parametrize("change", [replace_name, quiet, partial(quiet, FAKE_TENSORS)])
 def test_two_threads_put_back_what_was_there(
     change: Callable[[], AbstractContextManager[None]],
 ) -> None:

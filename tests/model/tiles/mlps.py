@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_pyao.model.tiles import Rerun, TilePlan, run_in_slices
-from hf_pyao.plan.options.tile_plan import plan_tiles
+from hf_pyao.model.tiles.sliced import Rerun, run_in_slices
+from hf_pyao.plan.options.tile_plan import TilePlan, plan_tiles
 from tests.helpers import gradients_of
 
 HIDDEN = 32

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from hf_pyao.model.tiles import Rerun, run_in_slices
-from hf_pyao.model.tiles.linears import Ending
-from tests.model.tiles.mlps import HIDDEN, INNER, GatedMLP, gradients, plan_of, relative, tiled
+from hf_pyao.model.tiles.comparison import look_at
+from tests.model.tiles.mlps import HIDDEN, INNER, GatedMLP, gradients, relative, tiled
 
 NUM_TILES = 4
 
@@ -62,28 +61,20 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(2, 48, HIDDEN, requires_grad=True), torch.randn(2, 48, HIDDEN)
 
 
-def run(module: nn.Module, ending: Ending) -> tuple[tuple[Tensor, Any, Any], int]:
-    """Return output and gradients, of the second of two steps, and its number of products."""
+def last_of(module: nn.Module) -> int:
+    """Return which linear layer may be left out: as for an MLP of a model."""
+    known = look_at(module.forward, [module], [inputs()[0]])
+    assert not known.reason
+    return known.last_linear
+
+
+def run(module: nn.Module, last: int) -> tuple[tuple[Tensor, Any, Any], int]:
+    """Return output and gradients, and the number of products."""
     hidden, grad = inputs()
-
-    def in_tiles(x: Tensor) -> Tensor:
-        plan = plan_of(x, NUM_TILES)
-        weights = lambda: list(module.parameters())  # noqa: E731
-        return run_in_slices(module.forward, (x,), weights, plan, Rerun(ending=ending))
-
-    torch.manual_seed(2)
-    gradients(in_tiles, module, hidden, grad)
     torch.manual_seed(2)
     with Products() as products:
-        found = gradients(in_tiles, module, hidden, grad)
+        found = gradients(tiled(module, NUM_TILES, last_linear=last), module, hidden, grad)
     return found, products.num_runs
-
-
-def whole() -> Ending:
-    """Return an ending at which nothing is left out."""
-    ending = Ending()
-    ending.last = 0
-    return ending
 
 
 def assert_same_bits(found: tuple[Tensor, Any, Any], expected: tuple[Tensor, Any, Any]) -> None:
@@ -94,27 +85,27 @@ def assert_same_bits(found: tuple[Tensor, Any, Any], expected: tuple[Tensor, Any
         assert torch.equal(found[2][name], expected[2][name]), name
 
 
-def gpt2(dropout: float) -> nn.Module:
-    return GPT2MLP(INNER, GPT2Config(n_embd=HIDDEN, resid_pdrop=dropout)).train()
-
-
 @pytest.mark.parametrize(
     ("make", "num_linears"),
     [
         (GatedMLP, 3),
         (lambda: GatedMLP(dropout=0.2), 3),
-        (lambda: gpt2(0.0), 2),
-        (lambda: gpt2(0.1), 2),
-        (lambda: Ends(lambda x: F.dropout(x.view(-1, HIDDEN), 0.1).view(x.shape)), 3),
+        (lambda: GPT2MLP(INNER, GPT2Config(n_embd=HIDDEN, resid_pdrop=0.0)).train(), 2),
+        (
+            lambda: Ends(
+                lambda x: torch.native_dropout(x.view(-1, HIDDEN), 0.1, True)[0].view(x.shape)
+            ),
+            3,
+        ),
     ],
-    ids=["gated", "dropout inside", "gpt2", "gpt2 with dropout", "views and dropout"],
+    ids=["gated", "dropout inside", "gpt2", "views and dropout"],
 )
 def test_the_last_product_is_left_out(make: Callable[[], nn.Module], num_linears: int) -> None:
     torch.manual_seed(0)
-    module, ending = make(), Ending()
-    found, num_products = run(module, ending)
-    expected, num_of_all = run(module, whole())
-    assert ending.last == num_linears
+    module = make()
+    assert last_of(module) == num_linears
+    found, num_products = run(module, num_linears)
+    expected, num_of_all = run(module, 0)
     # Forward, the second run, and two products in backward for each linear layer.
     assert num_of_all == NUM_TILES * 4 * num_linears
     assert num_products == num_of_all - NUM_TILES
@@ -126,29 +117,27 @@ def test_the_last_product_is_left_out(make: Callable[[], nn.Module], num_linears
     [
         torch.tanh,
         lambda x: x * x,
+        lambda x: x * (x.detach() > 0),
         lambda x: F.dropout(x, 0.1, True, True),
         lambda x: x + 1,
         lambda x: x if float(x.detach().sum()) < 1e9 else -x,
+        SavesItsInput.apply,
     ],
-    ids=["tanh", "square", "dropout in place", "sum", "a question"],
+    ids=["tanh", "square", "mask", "dropout in place", "sum", "a question", "a function"],
 )
 def test_what_is_asked_for_is_there(end: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    module, ending = Ends(end), Ending()
-    found, num_products = run(module, ending)
-    expected, num_of_all = run(module, whole())
-    assert ending.last == 0
-    assert num_products == num_of_all
-    assert_same_bits(found, expected)
+    assert last_of(Ends(end)) == 0
 
 
-def test_a_function_that_saves_what_it_gets_without_a_word() -> None:
+def test_an_end_that_is_another_than_that_of_its_kind() -> None:
     torch.manual_seed(0)
-    module, ending = Ends(SavesItsInput.apply), Ending()
-    expected, _ = run(module, whole())
-    found, _ = run(module, ending)
-    assert ending.last == 0, "seen in backward: another node stands behind the product"
-    assert_same_bits(found, expected)
+    for end in (torch.tanh, SavesItsInput.apply, lambda x: F.dropout(x, 0.1).tanh()):
+        module = Ends(end)
+        found, num_products = run(module, 3)
+        expected, num_of_all = run(module, 0)
+        assert_same_bits(found, expected)
+        assert num_products == num_of_all + 2, "one slice runs twice"
 
 
 class Marked(GatedMLP):
@@ -162,28 +151,15 @@ class Marked(GatedMLP):
 
 @pytest.mark.parametrize("token", [0, 30, 47])
 def test_an_end_that_is_another_in_some_tile(token: int) -> None:
-    """It was seen as one that may be left out; then it is asked for: all tiles run again."""
+    """All tiles run again."""
     torch.manual_seed(0)
-    module, ending = Marked(dropout=0.2), Ending()
-    run(module, ending)
-    assert ending.last == 3
-    found = []
-    for each in (ending, whole()):
-        hidden, grad = inputs()
-        with torch.no_grad():
-            hidden[1, token, 5] = 100
+    module, (hidden, grad), found = Marked(dropout=0.2), inputs(), []
+    with torch.no_grad():
+        hidden[1, token, 5] = 100
+    for last in (3, 0):
         torch.manual_seed(3)
-        output = run_in_slices(
-            module.forward,
-            (hidden,),
-            lambda: list(module.parameters()),
-            plan_of(hidden, NUM_TILES),
-            Rerun(ending=each),
-        )
-        found.append(torch.autograd.grad(output, [hidden, *module.parameters()], grad))
-    assert ending.last == 0
-    for ours, expected in zip(*found, strict=True):
-        assert torch.equal(ours, expected)
+        found.append(gradients(tiled(module, NUM_TILES, last_linear=last), module, hidden, grad))
+    assert_same_bits(found[0], found[1])
 
 
 @pytest.mark.parametrize("shape", [(96,), (2, 48)])

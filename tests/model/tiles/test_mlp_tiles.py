@@ -7,7 +7,6 @@ import gc
 import io
 import logging
 import pickle
-import threading
 import weakref
 from typing import Any
 
@@ -314,53 +313,6 @@ def test_an_intermediate_tensor_that_somebody_looks_at(caplog: pytest.LogCapture
     assert "is needed for max" in caplog.text
 
 
-@pytest.mark.thorough
-def test_two_threads() -> None:
-    model = tiny_model("opt")
-    expected = gradients(model)
-    results: list[dict[str, Tensor]] = []
-
-    def work() -> None:
-        parameters = dict(model.named_parameters())
-        loss = model(**tiny_batch(length=8)).loss
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        results.append({n: g for n, g in zip(parameters, found, strict=True) if g is not None})
-
-    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(results) == 2
-    for found in results:
-        assert_close(found, expected)
-
-
-class LigerSwiGLUMLP(nn.Module):
-    """Named as Liger's, whose kernel does not run on tensors without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 64), nn.Linear(HIDDEN, 64)
-        self.down_proj = nn.Linear(64, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        assert type(gate) is Tensor, "a kernel was given a tensor without values"
-        return self.down_proj(F.silu(gate) * up)
-
-
-@pytest.mark.thorough
-def test_fused_kernels_that_are_known() -> None:
-    model = with_mlp(LigerSwiGLUMLP)
-    expected = gradients(model)
-    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
-        found = gradients(model)
-        assert num_tiles_of(offloader) == 2, offloader.describe()
-    assert_close(found, expected)
-
-
 class CodedLinear(nn.Linear):
     """Weights of 8 bits, decoded for each call, as in quantised bases."""
 
@@ -395,7 +347,8 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from hf_pyao.model.tiles import plan_tiles, run_in_slices
+    from hf_pyao.model.tiles.sliced import run_in_slices
+    from hf_pyao.plan.options.tile_plan import plan_tiles
     from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
     hidden_size, inner_size = 256, 1024

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pyao.model.tiles import TilePlan, plan_tiles
-from hf_pyao.plan.options.tile_plan import MIB, MIN_TILE_TOKENS
+from hf_pyao.plan.options.tile_plan import MIB, MIN_TILE_TOKENS, TilePlan, plan_tiles
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 100, 4097, 123_457])

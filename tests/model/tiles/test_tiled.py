@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_pyao.engine.rerun.module_state import ModuleState, StateOfCall
 from hf_pyao.errors import ConflictError
-from hf_pyao.model.tiles import run_in_slices
+from hf_pyao.model.tiles.sliced import run_in_slices
 from tests.model.tiles.mlps import HIDDEN, GatedMLP, gradients, median, plan_of, relative, tiled
 
 
