@@ -111,44 +111,11 @@ class DeferredLogits(TensorStandIn):
             self._made_by = None
         return self._tensor
 
-    # What a tensor knows about itself without its elements.
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the logits."""
-        if self._tensor is not None:
-            return self._tensor.shape
-        return torch.Size((*self._hidden.shape[:-1], self._num_vocab))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the logits."""
-        own = final_dtype(self._transforms, self._call.dtype)
-        return own if self._tensor is None else self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the logits."""
-        return self._call.device if self._tensor is None else self._tensor.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the logits are, or would be, part of the graph."""
-        known = self._call if self._tensor is None else self._tensor
-        return known.requires_grad
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one entry of it."""
-        return self.shape if dim is None else self.shape[dim]
+    def __getattr__(self, name: str) -> Any:
+        """Return what a tensor knows without its elements, or else the logits' attribute."""
+        if self._tensor is None and name in _KNOWN:
+            return _KNOWN[name](self)
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -279,6 +246,17 @@ class DeferredLogits(TensorStandIn):
             return getattr(args[0], name)(*args[1:], **given)
         return super().__torch_function__(func, types, args, kwargs)
 
+
+_KNOWN: dict[str, Callable[[DeferredLogits], Any]] = {
+    "shape": lambda logits: torch.Size((*logits._hidden.shape[:-1], logits._num_vocab)),
+    "dtype": lambda logits: final_dtype(logits._transforms, logits._call.dtype),
+    "device": lambda logits: logits._call.device,
+    "requires_grad": lambda logits: logits._call.requires_grad,
+    "ndim": lambda logits: logits._hidden.ndim,
+    "dim": lambda logits: logits._hidden.dim,
+    "size": lambda logits: lambda dim=None: logits.shape if dim is None else logits.shape[dim],
+}
+"""Attributes of logits that are known before they are computed."""
 
 _FUNCTIONS = frozenset({"cross_entropy", "div", "flatten", "mul", "reshape", "tanh"})
 """Names of ``torch`` functions that do what the method of that name does."""

@@ -14,6 +14,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,13 +98,8 @@ def install_head_loss(
     refuse_removed("head_loss", "mode", mode)
     if mode not in HEAD_LOSS_NAMES:
         raise unknown_name("head_loss", mode, HEAD_LOSS_NAMES)
-    handle = HeadLoss(
-        type(unwrap_model(model)).__name__,
-        mode,
-        chunk_tokens=chunk_tokens,
-        budget_bytes=budget_bytes,
-        without_gradients=without_gradients,
-    )
+    name = type(unwrap_model(model)).__name__
+    handle = HeadLoss(name, mode, chunk_tokens, budget_bytes, without_gradients)
     if mode == "off":
         return handle
     target = _find_model(model)
@@ -165,10 +161,9 @@ class HeadLoss(LeftBehind):
         self,
         name: str,
         mode: str,
-        *,
         chunk_tokens: int | None,
         budget_bytes: int | None,
-        without_gradients: bool = False,
+        without_gradients: bool,
     ) -> None:
         self.mode = mode
         self.settings = (mode, chunk_tokens, budget_bytes, without_gradients)
@@ -182,14 +177,14 @@ class HeadLoss(LeftBehind):
         self._name = name
         self._sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "budget_bytes": budget_bytes}
         self._without_gradients = without_gradients
-        self._target: weakref.ref[nn.Module] | None = None
+        self._target: Callable[[], nn.Module | None] = lambda: None
         self._labels_position = 0
         self._exchanged = ExchangedForwards()
 
     @property
     def is_installed(self) -> bool:
         """Whether training forwards of the model come through here."""
-        return self._target is not None and self._target() is not None
+        return self._target() is not None
 
     def install(self, target: nn.Module) -> None:
         """Exchange ``target.forward``. Called once, by :func:`install_head_loss`."""
@@ -204,11 +199,10 @@ class HeadLoss(LeftBehind):
 
     def uninstall(self) -> None:
         """Give the model its own ``forward`` back. Harmless if done already, wholly or in part."""
-        target = None if self._target is None else self._target()
-        if target is not None:
+        if (target := self._target()) is not None:
             self._exchanged.clear()
             give_back(target, _HANDLE, self)
-        self._target = None
+        self._target = lambda: None
 
     def stand_back(self, reason: str) -> None:
         """Say once that the model keeps its own loss, and why."""
@@ -247,7 +241,7 @@ class HeadLoss(LeftBehind):
 
     def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Run the model's own forward *own*, its head put off if only the loss is wanted."""
-        if self._target is None or not self._wants_only_loss(module, args, kwargs):
+        if not self._wants_only_loss(module, args, kwargs):
             return own(*args, **kwargs)
         head = understand_head(_output_embeddings(module))
         if self._exchanged.is_active and torch.is_grad_enabled():
