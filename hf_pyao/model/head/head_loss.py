@@ -8,14 +8,12 @@ before. Facts and bounds: HEAD_LOSS.md beside this file.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,15 +22,14 @@ from torch import Tensor, nn
 from hf_pyao.config import HEAD_LOSS_NAMES
 from hf_pyao.errors import ConfigError, unknown_name, warn
 from hf_pyao.model.head.deferred import DeferredLogits
-from hf_pyao.model.head.output_head import OutputHead, understand_head
-from hf_pyao.model.head.put_off_call import PutOffCall
+from hf_pyao.model.head.output_head import understand_head
+from hf_pyao.model.head.put_off_call import HeadRun, PutOffCall
 from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.losses.cross_entropy import Chunks, LinearChunks, ModuleChunks
 from hf_pyao.model.losses.options import LossOptions
 from hf_pyao.model.losses.stand_in import in_full
-from hf_pyao.model.losses.tied_embedding import WaitingGradient, tie, tied_embedding
 from hf_pyao.model.map.wrappers import unwrap_model, wrapped_module
-from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward, own_forward
+from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
 from hf_pyao.model.patching.lasting_forward import (
     Args,
     Kwargs,
@@ -252,11 +249,18 @@ class HeadLoss(LeftBehind):
             self.stand_back(head)
             self.counts["own"] += 1
             return own(*args, **kwargs)
-        run = _Run(kwargs.get("num_items_in_batch"))
+        run = HeadRun(
+            head,
+            self._exchanged,
+            self._compute_loss,
+            self._note_reading,
+            kwargs.get("num_items_in_batch"),
+            self._without_gradients,
+        )
         calls: list[PutOffCall] = []
-        answers = [(head.inner, self._put_off(head, run, calls))]
+        answers = [(head.inner, _put_off(run, calls))]
         if (embedding := head.tied_embedding(module)) is not None:
-            answers.append((embedding, _embed(embedding, run)))
+            answers.append((embedding, run.embed(embedding)))
         outputs = self._exchanged.during(answers, own, *args, **kwargs)
         return self._finish(outputs, calls)
 
@@ -267,27 +271,6 @@ class HeadLoss(LeftBehind):
         position = self._labels_position
         labels = kwargs.get("labels", args[position] if len(args) > position else None)
         return labels is not None and not self._exchanged.answers
-
-    def _put_off(self, head: OutputHead, run: _Run, calls: list[PutOffCall]) -> Forward:
-        """Return a ``forward`` for the head that projects nothing; it adds its calls to *calls*."""
-
-        def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            is_plain = isinstance(hidden, Tensor) and not (args or kwargs)
-            is_plain = is_plain and (self._without_gradients or torch.is_grad_enabled())
-            if not is_plain or hidden.numel() == 0 or not head.has_plain_parameters:
-                return head.own_forward()(hidden, *args, **kwargs)
-            call = PutOffCall(
-                head,
-                hidden,
-                exchanged=self._exchanged,
-                compute_loss=functools.partial(self._compute_loss, run),
-                note_reading=self._note_reading,
-                without_gradients=self._without_gradients,
-            )
-            calls.append(call)
-            return DeferredLogits(hidden, call)
-
-        return forward
 
     def _finish(self, outputs: Any, calls: list[PutOffCall]) -> Any:
         """Compute logits that are handed out without a loss having been taken of them."""
@@ -321,37 +304,37 @@ class HeadLoss(LeftBehind):
             self._say(_READ.format(reader=reader), logging.WARNING)
 
     def _compute_loss(
-        self, run: _Run, call: PutOffCall, hidden: Tensor, labels: Tensor, options: dict[str, Any]
+        self, call: PutOffCall, hidden: Tensor, labels: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the loss inside the head's own call, where its weight is whole."""
-        head, inner = call.head, cast("Any", call.head.inner)
+        run, inner = call.run, cast("Any", call.run.head.inner)
         factor = _expected_factor(run.num_items, labels) if options["reduction"] == "sum" else None
         given = LossOptions(**self._sizes, **options, expected_factor=factor)
         sizes: dict[str, Any] = {"num_vocab": call.num_vocab, "compute_dtype": call.dtype}
         weight, waiting = run.tied or (inner.weight, None)
         chunks: Chunks
-        if head.is_linear:
+        if run.head.is_linear:
             parameters = [weight] if inner.bias is None else [weight, inner.bias]
             chunks = LinearChunks(hidden, parameters, labels, given, **sizes)
         else:
-            of_module = hidden, head.trainable(), labels, given
+            of_module = hidden, run.head.trainable(), labels, given
             chunks = ModuleChunks(*of_module, **sizes, project=call.own_forward)
         self._last_plan = chunks.plan
         return chunks.loss(waiting)
 
 
-@dataclass
-class _Run:
-    """What the calls of the head in one forward share.
+def _put_off(run: HeadRun, calls: list[PutOffCall]) -> Forward:
+    """Return a ``forward`` for the head that projects nothing; it adds its calls to *calls*."""
 
-    Each :class:`PutOffCall` refers to it, so it must not refer to them: the hidden states that a
-    call holds would then be freed by Python's cyclic collector alone.
-    """
+    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        is_plain = isinstance(hidden, Tensor) and not (args or kwargs)
+        is_plain = is_plain and (run.without_gradients or torch.is_grad_enabled())
+        if not is_plain or hidden.numel() == 0 or not run.head.has_plain_parameters:
+            return run.head.own_forward()(hidden, *args, **kwargs)
+        calls.append(PutOffCall(run, hidden))
+        return DeferredLogits(hidden, calls[-1])
 
-    num_items: Tensor | float | None
-    """What the model will divide a summed loss by."""
-    tied: tuple[Tensor, WaitingGradient] | None = None
-    """Alias of the weight that embedding and head share, once the embedding has been called."""
+    return forward
 
 
 def _expected_factor(num_items: Tensor | float | None, labels: Tensor) -> Tensor | None:
@@ -360,21 +343,6 @@ def _expected_factor(num_items: Tensor | float | None, labels: Tensor) -> Tensor
         return None
     one = labels.new_ones((), dtype=torch.float32)
     return one / (num_items.to(one.device) if isinstance(num_items, Tensor) else num_items)
-
-
-def _embed(embedding: nn.Embedding, run: _Run) -> Forward:
-    """Return a ``forward`` for a tied embedding whose gradient joins the head's."""
-    own = own_forward(embedding)
-
-    def forward(ids: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return own(ids)
-        if run.tied is None:
-            run.tied = tie(embedding.weight)
-        alias, waiting = run.tied
-        return tied_embedding(ids, alias, embedding.padding_idx, waiting)
-
-    return forward
 
 
 def _output_embeddings(model: Any) -> nn.Module | None:

@@ -18,17 +18,19 @@ and again before backward goes through it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_pyao.engine.weights.tables import held_on_device
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.head.output_head import PLAIN, OutputHead
 from hf_pyao.model.losses.options import autocast_of_now
-from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
+from hf_pyao.model.losses.tied_embedding import WaitingGradient, tie, tied_embedding
+from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward, own_forward
 
 
 class _Steps:
@@ -48,33 +50,58 @@ ComputeLoss = Callable[["PutOffCall", Tensor, Tensor, dict[str, Any]], Tensor]
 """Takes the call, hidden states (N, D), labels (N,), and fields of the loss's options."""
 
 
+@dataclass
+class HeadRun:
+    """What the calls of the head in one forward of the model share.
+
+    Each :class:`PutOffCall` refers to it, so it must not refer to them: the hidden states that a
+    call holds would then be freed by Python's cyclic collector alone.
+    """
+
+    head: OutputHead
+    exchanged: ExchangedForwards
+    """Exchanges the head's ``forward`` for the length of a call."""
+    compute_loss: ComputeLoss
+    """Runs inside the head's call; see [Note: Calls through the head]."""
+    note_reading: Callable[[], None]
+    """Told if the logits are needed although the loss was taken without them."""
+    num_items: Tensor | float | None
+    """What the model will divide a summed loss by."""
+    without_gradients: bool
+    """Whether the loss is taken in chunks where gradients are off, too."""
+    tied: tuple[Tensor, WaitingGradient] | None = None
+    """Alias of the weight that embedding and head share, once the embedding has been called."""
+
+    def embed(self, embedding: nn.Embedding) -> Forward:
+        """Return a ``forward`` for a tied embedding whose gradient joins the head's."""
+        own = own_forward(embedding)
+
+        def forward(ids: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return own(ids)
+            if self.tied is None:
+                self.tied = tie(embedding.weight)
+            alias, waiting = self.tied
+            return tied_embedding(ids, alias, embedding.padding_idx, waiting)
+
+        return forward
+
+
 class PutOffCall:
     """One call of a head that was put off; what :class:`DeferredLogits` works with.
 
     Args:
-        head: the head.
+        run: of the model's forward.
         hidden: (..., D) hidden states as the innermost module got them.
-        exchanged: exchanges the head's ``forward`` for the length of a call.
-        compute_loss: runs inside the head's call; see [Note: Calls through the head].
-        note_reading: told if the logits are needed although the loss was taken without them.
-        without_gradients: the loss is taken in chunks where gradients are off, too.
     """
 
-    def __init__(
-        self,
-        head: OutputHead,
-        hidden: Tensor,
-        *,
-        exchanged: ExchangedForwards,
-        compute_loss: ComputeLoss,
-        note_reading: Callable[[], None],
-        without_gradients: bool = False,
-    ) -> None:
-        self.head = head
+    def __init__(self, run: HeadRun, hidden: Tensor) -> None:
+        head = run.head
+        self.run = run
         self.own_forward = head.own_forward()
         self.num_vocab, self.dtype, self.device = head.result_of(hidden)
-        self.without_gradients = without_gradients
-        can_require = torch.is_grad_enabled() or not without_gradients
+        self.without_gradients = run.without_gradients
+        can_require = torch.is_grad_enabled() or not run.without_gradients
         self.requires_grad = can_require and (hidden.requires_grad or bool(head.trainable()))
         self.computed_for: str | None = None
         """What made the logits be computed after all, if anything did."""
@@ -82,9 +109,6 @@ class PutOffCall:
         """Whether the model took a loss in chunks, and one that has gradients."""
         self.is_over = False
         """Whether the model's forward has ended."""
-        self._exchanged = exchanged
-        self._compute_loss = compute_loss
-        self._note_reading = note_reading
         self._autocast = autocast_of_now(hidden.device)
         # Gathered parameters have other versions at every call.
         parameters = [] if head.is_gathered else head.inner.parameters()
@@ -108,7 +132,11 @@ class PutOffCall:
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             is_changed = any(each._version != version for each, version in self._versions)
-            if is_changed or self._num_steps != _Steps.num or not self.head.has_plain_parameters:
+            if (
+                is_changed
+                or self._num_steps != _Steps.num
+                or not self.run.head.has_plain_parameters
+            ):
                 raise SavedTensorModifiedError(
                     f"outputs.logits was first read (for {reason!r}) after an optimizer had "
                     "stepped, or the model's head or its hidden states had changed, or the head "
@@ -123,7 +151,7 @@ class PutOffCall:
             self.computed_for = reason
         if not self.loss_taken:
             return self._call_head(hidden, forward)
-        self._note_reading()
+        self.run.note_reading()
         # Not by `with`: [Note: Modes] in model/losses/options.py.
         logits = torch.no_grad()(self._call_head)(hidden, forward)
         if self.requires_grad:
@@ -141,8 +169,8 @@ class PutOffCall:
         """
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with held_on_device(self.head.inner):  # chunks may read its weight several times
-                return self._compute_loss(self, hidden, labels, options)
+            with held_on_device(self.run.head.inner):  # chunks may read its weight several times
+                return self.run.compute_loss(self, hidden, labels, options)
 
         loss = self._call_head(hidden, forward)
         # One without gradients, of logits that have them, is no loss to train with.
@@ -151,10 +179,10 @@ class PutOffCall:
 
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
         # Not by `with`: [Note: Modes] in model/losses/options.py.
-        if (unit := self.head.fsdp2_unit) is not None:
+        if (unit := self.run.head.fsdp2_unit) is not None:
             return _with_gathered(unit, self._autocast(forward), hidden)
-        call = self._autocast(self._exchanged.during)
-        result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
+        call = self._autocast(self.run.exchanged.during)
+        result: Tensor = call([(self.run.head.inner, forward)], self.run.head.outer, hidden)
         return result
 
 
