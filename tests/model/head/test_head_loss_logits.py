@@ -108,27 +108,15 @@ def test_hooks_that_the_loss_function_hangs_on_its_logits_work() -> None:
 # ---- changes in place ----------------------------------------------------------------------------
 
 
-def halve_a_slice(logits: Any) -> None:
-    logits[:, :-1].mul_(0.5)
-
-
 def halve(logits: Any) -> None:
     logits *= 0.5
 
 
 def mask_words(logits: Any) -> None:
-    logits[..., 5:9] = -1.0
+    logits[:, :-1][..., 5:9] = -1.0
 
 
-def halve_into(logits: Any) -> None:
-    torch.mul(logits.detach(), 0.5, out=logits.data)
-
-
-def cap(logits: Any) -> None:
-    logits.view(-1, VOCAB)[3:7].clamp_(max=0.5)
-
-
-@pytest.mark.parametrize("change", [halve_a_slice, halve, mask_words, halve_into, cap])
+@pytest.mark.parametrize("change", [halve, mask_words])
 def test_changes_in_place_inside_the_loss_function(change: Callable[[Any], None]) -> None:
     def changed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         shifted = logits[:, :-1]  # before the change, and sees it
@@ -151,12 +139,7 @@ def optimizer(name: str, **options: Any) -> Callable[[list[Tensor]], None]:
     return step
 
 
-STEPS = {
-    "SGD": optimizer("SGD", foreach=False),
-    "SGD fused": optimizer("SGD", fused=True),
-    "AdamW fused": optimizer("AdamW", fused=True),
-    "AdamW foreach": optimizer("AdamW", foreach=True),
-}
+STEPS = {"SGD": optimizer("SGD", foreach=False), "AdamW fused": optimizer("AdamW", fused=True)}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi", "lora"])
