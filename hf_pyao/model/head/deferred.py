@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
 
@@ -58,6 +58,8 @@ class DeferredLogits(TensorStandIn):
         num_vocab: columns of the logits.
         made_by: the object and the method that made this one; None: the head's call did.
     """
+
+    _functions = frozenset({"cross_entropy", "div", "flatten", "mul", "reshape", "tanh"})
 
     def __init__(
         self,
@@ -230,22 +232,6 @@ class DeferredLogits(TensorStandIn):
             logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run a ``torch`` function by the method of its name if it may be remembered."""
-        name, given = getattr(func, "__name__", ""), dict(kwargs or {})
-        # A result that is there already needs elements.
-        is_ours = name in _FUNCTIONS and args and isinstance(args[0], cls)
-        if is_ours and given.pop("out", None) is None:
-            return getattr(args[0], name)(*args[1:], **given)
-        return super().__torch_function__(func, types, args, kwargs)
-
 
 _KNOWN: dict[str, Callable[[DeferredLogits], Any]] = {
     "shape": lambda logits: torch.Size((*logits._hidden.shape[:-1], logits._num_vocab)),
@@ -257,9 +243,6 @@ _KNOWN: dict[str, Callable[[DeferredLogits], Any]] = {
     "size": lambda logits: lambda dim=None: logits.shape if dim is None else logits.shape[dim],
 }
 """Attributes of logits that are known before they are computed."""
-
-_FUNCTIONS = frozenset({"cross_entropy", "div", "flatten", "mul", "reshape", "tanh"})
-"""Names of ``torch`` functions that do what the method of that name does."""
 
 _REMEMBERED: dict[str, Callable[..., _Change | None]] = {
     "mul": DeferredLogits._scaled,

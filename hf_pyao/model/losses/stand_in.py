@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ class TensorStandIn(ABC):
     attribute) changes the one that :meth:`materialize` returns, for all who hold this object.
     """
 
+    _functions: ClassVar[frozenset[str]] = frozenset()
+    """Names of ``torch`` functions that the subclass's method of that name answers for."""
+
     @abstractmethod
     def materialize(self, reason: str) -> Tensor:
         """Return the tensor. *reason* says what needs it, in a few words."""
@@ -32,8 +35,12 @@ class TensorStandIn(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a ``torch`` function on the tensor."""
-        name = getattr(func, "__name__", str(func))
+        """Run a ``torch`` function by the method that answers for it, else on the tensor."""
+        name, given = getattr(func, "__name__", str(func)), dict(kwargs or {})
+        is_alone = bool(args) and isinstance(args[0], cls) and name in cls._functions
+        # A result that is there already needs elements.
+        if is_alone and given.pop("out", None) is None:
+            return getattr(args[0], name)(*args[1:], **given)
         return func(*in_full(tuple(args), name), **in_full(dict(kwargs or {}), name))
 
     def __getattr__(self, name: str) -> Any:
