@@ -28,7 +28,7 @@ from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.losses.cross_entropy import Chunks, LinearChunks, ModuleChunks
 from hf_pyao.model.losses.options import LossOptions
 from hf_pyao.model.losses.stand_in import in_full
-from hf_pyao.model.map.wrappers import unwrap_model, wrapped_module
+from hf_pyao.model.map.wrappers import is_compiled_whole, unwrap_model
 from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
 from hf_pyao.model.patching.lasting_forward import (
     Args,
@@ -40,7 +40,7 @@ from hf_pyao.model.patching.lasting_forward import (
     is_exchanged,
 )
 from hf_pyao.settings.removed import refuse_removed
-from hf_pyao.training_engines import compiled_inner, is_compiled_in_place
+from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def install_head_loss(
     if target is None:
         handle.stand_back("it takes no labels, or has no output head")
         return handle
-    if _is_compiled(model, target):
+    if is_compiled_whole(model) or is_compiled(target):
         handle.stand_back(_COMPILED)
     installed: HeadLoss | None = target.__dict__.get(_HANDLE)
     if installed is None or not is_exchanged(target):  # never, or interrupted
@@ -129,16 +129,6 @@ def _find_model(model: nn.Module) -> nn.Module | None:
         if "labels" in inspect.signature(type(module).forward).parameters:
             return module
     return None
-
-
-def _is_compiled(model: nn.Module, target: nn.Module) -> bool:
-    """Whether *target* is compiled as a whole, by itself or by a wrapper around it."""
-    wrapper: nn.Module | None = model
-    while wrapper is not None and wrapper is not target:
-        if compiled_inner(wrapper) is not None:
-            return True
-        wrapper = wrapped_module(wrapper)
-    return is_compiled_in_place(target)
 
 
 class HeadLoss(LeftBehind):
@@ -295,13 +285,13 @@ class HeadLoss(LeftBehind):
 
     def _note_reading(self) -> None:
         self.counts["read"] += 1
+        if self.counts["read"] > 1:
+            return
         frame = sys._getframe(1)
         while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in _NO_READERS:
             frame = frame.f_back
-        code = frame.f_code
-        reader = f"{code.co_name} in {code.co_filename}, line {frame.f_lineno}"
-        if self.counts["read"] == 1:
-            self._say(_READ.format(reader=reader), logging.WARNING)
+        reader = f"{frame.f_code.co_name} in {frame.f_code.co_filename}, line {frame.f_lineno}"
+        self._say(_READ.format(reader=reader), logging.WARNING)
 
     def _compute_loss(
         self, call: PutOffCall, hidden: Tensor, labels: Tensor, options: dict[str, Any]
