@@ -335,7 +335,8 @@ class ModuleChunks(Chunks):
         output = self._head(rows)
         # Not the output itself, whose memory is free once it is cast.
         edge = get_gradient_edge(output) if output.requires_grad else None
-        return output.detach(), (rows, edge)
+        # Contiguous, since kernels that write in place go wrong on rows with gaps.
+        return output.detach().contiguous(), (rows, edge)
 
     def _add_gradients(
         self, grad: Tensor, kept: tuple[Tensor, GradientEdge], room: Tensor, start: int

@@ -53,7 +53,8 @@ def loss_of(head: nn.Module, hidden: Tensor, labels: Tensor, **options: Any) -> 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("num_vocab", [31, 29])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 20, 99])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 99])
+@pytest.mark.sampled(every=5)
 def test_float64_matches_full_logits(
     chunk_tokens: int, num_vocab: int, cap: float | None, smoothing: float, reduction: str
 ) -> None:
