@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from hf_pyao.hf.trainer import PyAOTrainer as PyAOTrainer
     from hf_pyao.hf.trainer import PyAOTrainerMixin as PyAOTrainerMixin
     from hf_pyao.hf.zeroth_order import PyAOZerothOrderTrainer as PyAOZerothOrderTrainer
-    from hf_pyao.model.map.module_map import ModuleMap as ModuleMap
-    from hf_pyao.model.map.module_map import register_module_map as register_module_map
+    from hf_pyao.model.map.architectures import ModuleMap as ModuleMap
+    from hf_pyao.model.map.architectures import register_module_map as register_module_map
     from hf_pyao.plan.documents.plan import Plan as Plan
     from hf_pyao.plan.documents.profile import Profile as Profile
 
 _HOMES = {
     "ConfigError": "hf_pyao.errors",
-    "ModuleMap": "hf_pyao.model.map.module_map",
+    "ModuleMap": "hf_pyao.model.map.architectures",
     "Offloader": "hf_pyao.auto.offloader",
     "OutOfDeviceMemoryError": "hf_pyao.auto.retry.out_of_memory",
     "Plan": "hf_pyao.plan.documents.plan",
@@ -53,7 +53,7 @@ _HOMES = {
     "ZerothOrderSettings": "hf_pyao.engine.zeroth_order.perturbation",
     "attach": "hf_pyao.attachment",
     "one_copy_per_node": "hf_pyao.hf.shared_loading",
-    "register_module_map": "hf_pyao.model.map.module_map",
+    "register_module_map": "hf_pyao.model.map.architectures",
     "zeroth_order_step": "hf_pyao.auto.zeroth_order.step",
 }
 

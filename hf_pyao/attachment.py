@@ -34,7 +34,8 @@ from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.levers import Levers
-from hf_pyao.model.map.module_map import FoundLayers, check_roles, find_layers
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.options.plan_levers import levers_of_plan
 from hf_pyao.plan.policies.by_name import given_plan
@@ -186,7 +187,6 @@ def _wire(
     it was.
     """
     device = device_of(model) if streaming is None else streaming.device
-    check_roles(found)
     check = SecondRunCheck(parts.verify_recompute)
     deciding = Deciding(
         model,

@@ -38,7 +38,6 @@ ONLY_TORCH = ("ground", "engine", "plan", "model", "auto")
 
 USE_TRANSFORMERS = {
     "model/fake_cuda/cuda_choices.py",
-    "model/head/lazy_outputs.py",
     "auto/install/conflicts.py",
 }
 """Files of those floors that do."""
@@ -247,8 +246,6 @@ WRITTEN_ELSEWHERE = {
     # A dictionary for what users add to a report; it is public.
     *((file, "report_extra") for file in ("auto/offloader.py", "hf/callback.py")),
     ("plan/documents/run.py", "report_extra"),
-    # Objects of bitsandbytes, and fields of a dataclass, that have such attributes.
-    ("model/head/lazy_outputs.py", "name"),
 }
 """Files that write an attribute of a class of another file all the same."""
 

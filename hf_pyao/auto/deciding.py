@@ -32,8 +32,10 @@ from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll, Policy, RecomputeSelected
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import Levers
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.model_identity import identity_of
-from hf_pyao.model.map.module_map import FoundLayers, named_submodules, resolve_selections
+from hf_pyao.model.map.module_roles import resolve_selections
+from hf_pyao.model.map.wrappers import named_submodules
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
 from hf_pyao.plan.options.plan_request import PlanRequest

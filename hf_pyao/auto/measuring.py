@@ -17,8 +17,9 @@ from hf_pyao.config import SETTINGS, EffectiveConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.model_identity import identity_of
-from hf_pyao.model.map.module_map import FoundLayers, find_layers
+from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.run import check_report_path

@@ -29,7 +29,8 @@ from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConflictError, warn
 from hf_pyao.levers import Levers
-from hf_pyao.model.map.module_map import FoundLayers, find_layers
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.run import LayerBytes, outcome_of

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
 from experiments import published
 from experiments.experiment import Options, progress
 from experiments.hiding import at
@@ -14,7 +17,8 @@ from experiments.predictor import ASSUMPTIONS, Predictor, predictors
 from experiments.rows import Result, Row
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
-from hf_pyao.model.map.architectures import MODULE_MAPS
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.module_roles import role_of_submodules
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
@@ -38,15 +42,12 @@ MINIATURE_BATCH = 4
 BOTH = "both: recompute these, offload the rest"
 
 
-def role_of(architecture: str, slot: str) -> str | None:
-    """Return the role of the sub-module that saves *slot* (``path:number``)."""
-    path = slot.rpartition(":")[0]
-    owners = {
-        owner: role for role, paths in MODULE_MAPS[architecture].roles.items() for owner in paths
-    }
-    while path not in owners and path:
-        path = path.rpartition(".")[0]
-    return owners.get(path)
+def roles_of(config: PretrainedConfig) -> dict[str, str]:
+    """Return path -> role for all sub-modules of the first layer of a model with *config*."""
+    with torch.device("meta"):
+        found = find_layers(AutoModelForCausalLM.from_config(config))
+    fqn, layer = found.layers[0]
+    return role_of_submodules(layer, found.roles_of(fqn))
 
 
 def predict_modules(options: Options) -> Result:
@@ -112,8 +113,10 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
         keep_last_layers=1,
     )
 
+    owners = roles_of(predictor.config)
+
     def picks(roles: Sequence[str]) -> Callable[[str], bool]:
-        return lambda slot: role_of(model, slot) in roles
+        return lambda slot: owners.get(slot.rpartition(":")[0]) in roles
 
     heavy = [role for role in ROLES if role not in LIGHT]
     programs: dict[str, tuple[StepProgram, Callable[[str], bool] | bool]] = {

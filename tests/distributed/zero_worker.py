@@ -367,7 +367,7 @@ def held(case: str) -> dict[str, Any]:
     long = {name: value.repeat(1, LONG) for name, value in batch_of(dist.get_rank(), 0).items()}
     found: dict[str, Any] = {"num_tokens": BATCH * SEQUENCE * LONG, "left": []}
     settings: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.1}
-    budget = mock.patch("hf_pyao.model.head.head_forward.default_budget_bytes", return_value=1)
+    budget = mock.patch("hf_pyao.model.losses.cross_entropy.default_budget_bytes", return_value=1)
     linear = nn.functional.linear
     for loss in ("off", "chunked"):
         engine = engine_of(case)  # ZeRO-3 wants modules in the order of its first micro-batch

@@ -1,4 +1,4 @@
-"""What the roles of the general rule's architectures are: written out by hand, from their sources.
+"""What the roles of architectures are: written out by hand, from their sources.
 
 Paths are relative to a layer. ``FIRST`` has the encoder's or the dense layer's, ``LAST`` what the
 last layer has instead: a decoder, experts.
@@ -68,7 +68,31 @@ _BART: Roles = {
     "mlp_down": {"fc2"},
 }
 
+_LLAMA: Roles = {**_ATTENTION, **_NORMS, **_GATED_MLP}
+_GPT2: Roles = {
+    "attn_norm": {"ln_1"},
+    "qkv_linear": {"attn.c_attn"},
+    "core_attn": {"attn"},
+    "attn_proj": {"attn.c_proj", "attn.resid_dropout"},
+    "mlp_norm": {"ln_2"},
+    "mlp_up": {"mlp.c_fc"},
+    "mlp_act": {"mlp", "mlp.act"},
+    "mlp_down": {"mlp.c_proj", "mlp.dropout"},
+}
+GPT2_CROSS: Roles = {
+    **_GPT2,
+    "attn_norm": {"ln_1", "ln_cross_attn"},
+    "qkv_linear": {"attn.c_attn", "crossattention.c_attn", "crossattention.q_attn"},
+    "core_attn": {"attn", "crossattention"},
+    "attn_proj": {
+        *("attn.c_proj", "attn.resid_dropout"),
+        *("crossattention.c_proj", "crossattention.resid_dropout"),
+    },
+}
+"""GPT-2 with ``add_cross_attention``."""
+
 FIRST: dict[str, Roles] = {
+    **dict.fromkeys(("gemma", "granite", "llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     "bart": _BART,
     "bert": _BERT,
     "bloom": {**_BLOOM, "mlp_norm": {"post_attention_layernorm"}},
@@ -84,6 +108,17 @@ FIRST: dict[str, Roles] = {
         "mlp_up": {"mlp.gate_up_proj"},
         "mlp_act": {"mlp", "mlp.activation_fn"},
         "mlp_down": {"mlp.down_proj"},
+    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neox": {
+        **_NORMS,
+        "qkv_linear": {"attention.query_key_value"},
+        "core_attn": {"attention"},
+        "attn_proj": {"attention.dense", "post_attention_dropout"},
+        "mlp_up": {"mlp.dense_h_to_4h"},
+        "mlp_act": {"mlp", "mlp.act"},
+        "mlp_down": {"mlp.dense_4h_to_h", "post_mlp_dropout"},
     },
     "gptj": {
         "attn_norm": {"ln_1"},
@@ -125,6 +160,16 @@ FIRST: dict[str, Roles] = {
         "attn_norm": {"post_attention_layernorm"},
         "mlp_norm": {"post_feedforward_layernorm"},
     },
+    "opt": _BART,
+    "phi3": {
+        **_NORMS,
+        "qkv_linear": {"self_attn.qkv_proj"},
+        "core_attn": {"self_attn"},
+        "attn_proj": {"self_attn.o_proj", "resid_attn_dropout"},
+        "mlp_up": {"mlp.gate_up_proj"},
+        "mlp_act": {"mlp", "mlp.activation_fn"},
+        "mlp_down": {"mlp.down_proj", "resid_mlp_dropout"},
+    },
     "phi": {
         **_ATTENTION,
         "attn_norm": {"input_layernorm"},
@@ -143,7 +188,7 @@ FIRST: dict[str, Roles] = {
         "mlp_down": {"mlp.shared_expert.down_proj"},
     },
     "qwen3_moe": {**_ATTENTION, **_NORMS, **_FUSED_EXPERTS},
-    "stablelm": {**_ATTENTION, **_NORMS, **_GATED_MLP},
+    "stablelm": _LLAMA,
     "starcoder2": {
         **_ATTENTION,
         **_NORMS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hf_pyao.config import PyAOConfig
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 from hf_pyao.model.map.found_layers import FoundLayers
-from hf_pyao.model.map.module_map import resolve_selections
+from hf_pyao.model.map.module_roles import resolve_selections
 from hf_pyao.no_effect import NoEffect
 
 NUM_FIRST = 2

@@ -13,7 +13,8 @@ from hf_pyao.engine.runtime.policy import (
     Selection,
 )
 from hf_pyao.levers import Levers
-from hf_pyao.model.map.module_map import FoundLayers, resolve_selections
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.module_roles import resolve_selections
 from hf_pyao.text import Labels
 
 

@@ -16,7 +16,7 @@ from hf_pyao.engine.recompute.verification import SecondRuns
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.levers import Levers
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.wrappers import class_name
 
 if TYPE_CHECKING:

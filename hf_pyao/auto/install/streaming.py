@@ -13,7 +13,7 @@ from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError, warn
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.weights.streamable import slot_bytes, streamable_layers
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.weights.first_residents import (

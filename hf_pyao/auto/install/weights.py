@@ -30,7 +30,7 @@ from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
 from hf_pyao.errors import ConfigError, warn
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.weights.places import move_others
 from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
 from hf_pyao.model.weights.streamable import (

@@ -18,8 +18,9 @@ from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.buffer_keys import BufferKeys
-from hf_pyao.model.map.module_map import FoundLayers, named_submodules
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.sharding import KnownSharding
+from hf_pyao.model.map.wrappers import named_submodules
 
 
 def make_engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.weights.ends import ends_of
 from hf_pyao.model.weights.streamable import streamable_layers
 from hf_pyao.plan.step.step_program import READ_BY_ROWS, READ_WHOLE

@@ -18,7 +18,8 @@ from hf_pyao.auto.install.lever_switch import LeverSwitch
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver
 from hf_pyao.auto.machine.states import Target
-from hf_pyao.model.map.module_map import FoundLayers, named_submodules
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.wrappers import named_submodules
 
 
 @runtime_checkable

@@ -25,7 +25,8 @@ from hf_pyao.engine.zeroth_order.perturbation import (
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss
-from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.wrappers import plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
 from hf_pyao.settings.removed import refuse_removed
 from hf_pyao.settings.sizes import Count, Gibibytes

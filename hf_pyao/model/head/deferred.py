@@ -18,48 +18,71 @@ slice, ``mul_``) reaches the others and the loss, as it would without hf_pyao.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.head.deferred_arguments import is_number, only_dtype, sizes_of, split_index
 from hf_pyao.model.head.put_off_call import PutOffCall
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
-from hf_pyao.model.losses.transforms import Cast, Divide, LogitTransform, Scale, Tanh
+from hf_pyao.model.losses.transforms import (
+    Cast,
+    Divide,
+    LogitTransform,
+    Scale,
+    Tanh,
+    final_dtype,
+)
 
-_Step = Callable[[Tensor], Tensor]
-_Number = float  # the class below has a method of the name `float`
+_Use = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A method of a tensor, and its arguments."""
+
+_Change = dict[str, Any]
+"""Arguments of :class:`DeferredLogits` that are others than before."""
 
 
 class DeferredLogits(TensorStandIn):
     """Stands in for a tensor of logits; see [Note: Deferred logits].
 
-    Made by the head's call; its other ways to be made are the methods.
+    Made by the head's call, and by its own methods.
 
     Args:
         hidden: (..., D) hidden states, in the graph.
         call: the head's call.
+        transforms: pointwise steps between the head and these logits.
+        num_vocab: columns of the logits.
+        made_by: the object and the method that made this one; None: the head's call did.
     """
 
-    def __init__(self, hidden: Tensor, call: PutOffCall) -> None:
+    _functions = frozenset({"cross_entropy", "div", "flatten", "mul", "reshape", "tanh"})
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        call: PutOffCall,
+        transforms: tuple[LogitTransform, ...] = (),
+        num_vocab: int | None = None,
+        made_by: tuple[DeferredLogits, _Use] | None = None,
+    ) -> None:
         self._hidden = hidden
         self._call = call
-        self._transforms: tuple[LogitTransform, ...] = ()
-        self._num_vocab = call.num_vocab
-        self._dtype = call.dtype
+        self._transforms = transforms
+        self._num_vocab = call.num_vocab if num_vocab is None else num_vocab
+        self._made_by = made_by
         self._tensor: Tensor | None = None
-        self._parent: DeferredLogits | None = None
-        self._step: _Step | None = None
-        self._relatives = [weakref.ref(self)]
+        self._relatives: list[weakref.ref[DeferredLogits]]
+        self._relatives = [] if made_by is None else made_by[0]._relatives
+        self._relatives.append(weakref.ref(self))
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The logits if something has needed them, else None."""
-        return self._tensor
+    def is_put_off(self) -> bool:
+        """Whether nothing has needed the logits yet."""
+        return self._tensor is None
 
     def materialize(self, reason: str = "materialize") -> Tensor:
         """Return the logits: what the model would have had, with their graph. Computed once.
@@ -82,160 +105,94 @@ class DeferredLogits(TensorStandIn):
     @torch.enable_grad()  # not by `with`: [Note: Modes] in options.py
     def _compute(self, reason: str) -> Tensor:
         if self._tensor is None:
-            if self._parent is None or self._step is None:
+            if self._made_by is None:
                 self._tensor = self._call.project(self._hidden, reason)
             else:
-                self._tensor = self._step(self._parent._compute(reason))
-            self._parent = self._step = None
+                parent, (name, args, kwargs) = self._made_by
+                self._tensor = getattr(parent._compute(reason), name)(*args, **kwargs)
+            self._made_by = None
         return self._tensor
 
-    # What a tensor knows about itself without its elements.
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the logits."""
-        if self._tensor is not None:
-            return self._tensor.shape
-        return torch.Size((*self._hidden.shape[:-1], self._num_vocab))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the logits."""
-        return self._dtype if self._tensor is None else self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the logits."""
-        return self._call.device if self._tensor is None else self._tensor.device
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the logits would be part of the graph."""
-        if self._tensor is not None:
-            return self._tensor.requires_grad
-        return self._call.requires_grad
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one entry of it."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return the number of logits."""
-        return self.shape.numel()
-
-    def is_floating_point(self) -> bool:
-        """Return True."""
-        return True
-
-    def __len__(self) -> int:
-        return self.shape[0]
+    def __getattr__(self, name: str) -> Any:
+        """Return what a tensor knows without its elements, or else the logits' attribute."""
+        if self._tensor is None and name in _KNOWN:
+            return _KNOWN[name](self)
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
-        state = "put off" if self._tensor is None else "computed"
-        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {state})"
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Steps that are remembered. Once the logits exist everything happens on them.
+    # What is remembered. Once the logits exist everything happens on them.
 
-    def _made(self, step: _Step, hidden: Tensor | None = None) -> DeferredLogits:
-        """Return what *step* makes of these logits, of the same hidden states or of *hidden*."""
-        made = DeferredLogits.__new__(DeferredLogits)
-        made._hidden = self._hidden if hidden is None else hidden
-        made._call, made._transforms = self._call, self._transforms
-        made._num_vocab, made._dtype = self._num_vocab, self._dtype
-        made._tensor, made._parent, made._step = None, self, step
-        made._relatives = self._relatives
-        made._relatives.append(weakref.ref(made))
-        return made
+    def _use(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what a tensor's method *name* does, later if it can be remembered."""
+        # Without gradients a step would leave the graph.
+        can_wait = torch.is_grad_enabled() or self._call.without_gradients
+        change = None
+        if self._tensor is None and can_wait:
+            with contextlib.suppress(TypeError):  # other arguments
+                change = _REMEMBERED[name](self, *args, **kwargs)
+        if change is None:
+            tensor = self.materialize(name.strip("_"))
+            return getattr(tensor, name)(*in_full(args, name), **in_full(kwargs, name))
+        known: _Change = {"transforms": self._transforms, "num_vocab": self._num_vocab}
+        known |= {"hidden": self._hidden, **change}
+        return DeferredLogits(call=self._call, made_by=(self, (name, args, kwargs)), **known)
 
-    def _waits(self) -> bool:
-        """Whether a step can be remembered: without gradients it would leave the graph."""
-        can = torch.is_grad_enabled() or self._call.without_gradients
-        return self._tensor is None and can
+    def _and_then(self, transform: LogitTransform) -> _Change:
+        return {"transforms": (*self._transforms, transform)}
 
-    def _then(self, transform: LogitTransform) -> DeferredLogits:
-        made = self._made(transform.apply)
-        made._transforms = (*self._transforms, transform)
-        if isinstance(transform, Cast):
-            made._dtype = transform.dtype
-        return made
+    def _scaled(self, other: Any, kind: type[Scale | Divide] = Scale) -> _Change | None:
+        """By a number; not by a tensor, whose value may be on the device."""
+        is_number = isinstance(other, int | float) and not isinstance(other, bool)
+        return self._and_then(kind(other)) if is_number else None
 
-    def mul(self, other: Any) -> Any:
-        """Scale by a number; anything else computes the logits."""
-        if self._waits() and is_number(other):
-            return self._then(Scale(other))
-        return self.materialize("a product with a tensor").mul(in_full(other, "a product"))
+    def _divided(self, other: Any, *, rounding_mode: str | None = None) -> _Change | None:
+        return None if rounding_mode else self._scaled(other, Divide)
 
-    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
-        """Divide by a number; anything else computes the logits."""
-        if self._waits() and is_number(other) and rounding_mode is None:
-            return self._then(Divide(other))
-        other = in_full(other, "a division")
-        return self.materialize("a division").div(other, rounding_mode=rounding_mode)
+    def _cast(self, *args: Any, **kwargs: Any) -> _Change | None:
+        """To another dtype, and to no other device."""
+        asked = [*args, *kwargs.values()]
+        dtypes = [each for each in asked if isinstance(each, torch.dtype)]
+        places = [each for each in asked if isinstance(each, torch.device | str)]
+        if any(torch.device(place) != self.device for place in places):
+            return None
+        if len(dtypes) != 1 or len(asked) != 1 + len(places) or not dtypes[0].is_floating_point:
+            return None
+        return self._and_then(Cast(dtypes[0]))
 
-    def tanh(self) -> Any:
-        """Take the hyperbolic tangent."""
-        return self._then(Tanh()) if self._waits() else self.materialize("tanh").tanh()
+    def _reshaped(self, *shape: Any) -> _Change | None:
+        """In the token dimensions."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if not all(isinstance(size, int) for size in sizes) or sizes[-1] != self._num_vocab:
+            return None
+        return {"hidden": self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])}
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Change the dtype; a change of device computes the logits."""
-        dtype = only_dtype(args, kwargs, self.device)
-        if dtype is None or not self._waits():
-            return self.materialize("to").to(*in_full(args, "to"), **kwargs)
-        return self if dtype == self._dtype else self._then(Cast(dtype))
+    def _flattened(self, start_dim: int = 0, end_dim: int = -1) -> _Change | None:
+        if end_dim % self.ndim == self.ndim - 1:
+            return None
+        return {"hidden": self._hidden.flatten(start_dim, end_dim)}
 
-    def float(self, **kwargs: Any) -> Any:
-        """Cast to float32."""
-        return self.to(torch.float32, **kwargs)
-
-    def contiguous(self, **kwargs: Any) -> Any:
-        """Return a copy, or a stand-in for the same memory if that is contiguous."""
-        if kwargs or not self._waits():
-            return self.materialize("contiguous").contiguous(**kwargs)
-        return self._made(Tensor.contiguous)
-
-    def view(self, *shape: Any, **kwargs: Any) -> Any:
-        """Reshape the token dimensions; anything else computes the logits."""
-        return self._reshaped(shape, Tensor.view, **kwargs)
-
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        """Reshape the token dimensions; anything else computes the logits."""
-        return self._reshaped(shape, Tensor.reshape, **kwargs)
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Merge token dimensions; merging the vocabulary too computes the logits."""
-        if self._waits() and end_dim % self.ndim < self.ndim - 1:
-            hidden = self._hidden.flatten(start_dim, end_dim)
-            return self._made(lambda logits: logits.flatten(start_dim, end_dim), hidden)
-        return self.materialize("flatten").flatten(start_dim, end_dim)
-
-    def _reshaped(
-        self, shape: tuple[Any, ...], reshape: Callable[..., Tensor], **kwargs: Any
-    ) -> Any:
-        sizes = sizes_of(shape)
-        if self._waits() and sizes is not None and sizes[-1] == self._num_vocab:
-            hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
-            return self._made(lambda logits: reshape(logits, sizes), hidden)
-        return reshape(self.materialize(reshape.__name__), *shape, **kwargs)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Slice the token dimensions, or cut the vocabulary; anything else computes the logits."""
-        split = split_index(index, self.ndim) if self._waits() else None
-        if split is None:
-            return super().__getitem__(index)
-        tokens, stop = split
-        made = self._made(lambda logits: logits[index], self._hidden[tokens])
-        if stop is not None:
-            made._num_vocab = len(range(self._num_vocab)[:stop])
-        return made
+    def _indexed(self, index: Any) -> _Change | None:
+        """By slices, numbers and masks of the token dimensions; the vocabulary may be cut."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        num_dims = [
+            each.dim()
+            if isinstance(each, Tensor) and each.dtype == torch.bool
+            else int(type(each) in (int, slice))
+            for each in parts
+        ]
+        gaps = [at for at, each in enumerate(parts) if each is Ellipsis]
+        num_missing = self.ndim - sum(num_dims)
+        if num_missing < 0 or num_dims.count(0) != len(gaps) or len(gaps) > 1:
+            return None
+        at = gaps[0] if gaps else len(parts)
+        parts[at : at + 1] = [slice(None)] * num_missing
+        cut = parts.pop()
+        if not isinstance(cut, slice) or cut.start not in (None, 0) or cut.step not in (None, 1):
+            return None
+        num_vocab = len(range(self._num_vocab)[cut])
+        return {"hidden": self._hidden[(*parts, slice(None))], "num_vocab": num_vocab}
 
     def cross_entropy(
         self,
@@ -245,13 +202,15 @@ class DeferredLogits(TensorStandIn):
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: _Number = 0.0,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
         """Return ``F.cross_entropy(logits, target, ...)``, in chunks where that gives the same."""
-        plain = weight is None and size_average is None and reduce is None
         if (
             self._tensor is None
-            and plain
+            and not self._call.is_over
+            and weight is None
+            and size_average is None
+            and reduce is None
             and reduction in ("mean", "sum")
             and isinstance(target, Tensor)
             and target.dtype == torch.int64
@@ -273,18 +232,34 @@ class DeferredLogits(TensorStandIn):
             logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
 
-    __mul__ = mul
-    __rmul__ = mul
-    __truediv__ = div
 
-    _torch_functions = {  # noqa: RUF012 (read only; declared as a ClassVar in the base)
-        F.cross_entropy: cross_entropy,
-        torch.tanh: tanh,
-        torch.mul: mul,
-        torch.multiply: mul,
-        torch.div: div,
-        torch.divide: div,
-        torch.true_divide: div,
-        torch.flatten: flatten,
-        torch.reshape: reshape,
-    }
+_KNOWN: dict[str, Callable[[DeferredLogits], Any]] = {
+    "shape": lambda logits: torch.Size((*logits._hidden.shape[:-1], logits._num_vocab)),
+    "dtype": lambda logits: final_dtype(logits._transforms, logits._call.dtype),
+    "device": lambda logits: logits._call.device,
+    "requires_grad": lambda logits: logits._call.requires_grad,
+    "ndim": lambda logits: logits._hidden.ndim,
+    "dim": lambda logits: logits._hidden.dim,
+    "size": lambda logits: lambda dim=None: logits.shape if dim is None else logits.shape[dim],
+}
+"""Attributes of logits that are known before they are computed."""
+
+_REMEMBERED: dict[str, Callable[..., _Change | None]] = {
+    "mul": DeferredLogits._scaled,
+    "__mul__": DeferredLogits._scaled,
+    "__rmul__": DeferredLogits._scaled,
+    "div": DeferredLogits._divided,
+    "__truediv__": DeferredLogits._divided,
+    "tanh": lambda logits: logits._and_then(Tanh()),
+    "to": DeferredLogits._cast,
+    "float": lambda logits: logits._and_then(Cast(torch.float32)),
+    "contiguous": lambda logits: {},
+    "view": DeferredLogits._reshaped,
+    "reshape": DeferredLogits._reshaped,
+    "flatten": DeferredLogits._flattened,
+    "__getitem__": DeferredLogits._indexed,
+}
+"""Methods of a tensor -> what changes in the object by them; None: the logits are needed."""
+
+for _name in _REMEMBERED:
+    setattr(DeferredLogits, _name, partialmethod(DeferredLogits._use, _name))

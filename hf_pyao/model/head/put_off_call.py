@@ -18,16 +18,19 @@ and again before backward goes through it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_pyao.engine.weights.tables import held_on_device
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
-from hf_pyao.model.head.output_head import PLAIN, OutputHead, has_plain_parameters
-from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
+from hf_pyao.model.head.output_head import PLAIN, OutputHead
+from hf_pyao.model.losses.options import autocast_of_now
+from hf_pyao.model.losses.tied_embedding import WaitingGradient, tie, tied_embedding
+from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward, own_forward
 
 
 class _Steps:
@@ -43,65 +46,78 @@ class _Steps:
 
 register_optimizer_step_post_hook(_Steps.count)
 
-ComputeLoss = Callable[["PutOffCall", Tensor, dict[str, Any]], Tensor]
-"""Takes the call, hidden states (N, D), and what the chunked losses take by keyword."""
+ComputeLoss = Callable[["PutOffCall", Tensor, Tensor, dict[str, Any]], Tensor]
+"""Takes the call, hidden states (N, D), labels (N,), and fields of the loss's options."""
+
+
+@dataclass
+class HeadRun:
+    """What the calls of the head in one forward of the model share.
+
+    Each :class:`PutOffCall` refers to it, so it must not refer to them: the hidden states that a
+    call holds would then be freed by Python's cyclic collector alone.
+    """
+
+    head: OutputHead
+    exchanged: ExchangedForwards
+    """Exchanges the head's ``forward`` for the length of a call."""
+    compute_loss: ComputeLoss
+    """Runs inside the head's call; see [Note: Calls through the head]."""
+    note_reading: Callable[[], None]
+    """Told if the logits are needed although the loss was taken without them."""
+    num_items: Tensor | float | None
+    """What the model will divide a summed loss by."""
+    without_gradients: bool
+    """Whether the loss is taken in chunks where gradients are off, too."""
+    tied: tuple[Tensor, WaitingGradient] | None = None
+    """Alias of the weight that embedding and head share, once the embedding has been called."""
+
+    def embed(self, embedding: nn.Embedding) -> Forward:
+        """Return a ``forward`` for a tied embedding whose gradient joins the head's."""
+        own = own_forward(embedding)
+
+        def forward(ids: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return own(ids)
+            if self.tied is None:
+                self.tied = tie(embedding.weight)
+            alias, waiting = self.tied
+            return tied_embedding(ids, alias, embedding.padding_idx, waiting)
+
+        return forward
 
 
 class PutOffCall:
     """One call of a head that was put off; what :class:`DeferredLogits` works with.
 
     Args:
-        head: the head.
+        run: of the model's forward.
         hidden: (..., D) hidden states as the innermost module got them.
-        num_vocab: columns of the logits.
-        dtype: what the head would have returned.
-        device: where.
-        own_forward: the innermost module's.
-        exchanged: exchanges it for the length of a call.
-        compute_loss: runs inside the head's call; see [Note: Calls through the head].
-        note_reading: told if the logits are needed although the loss was taken without them.
-        without_gradients: the loss is taken in chunks where gradients are off, too.
     """
 
-    def __init__(
-        self,
-        head: OutputHead,
-        hidden: Tensor,
-        *,
-        num_vocab: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        own_forward: Forward,
-        exchanged: ExchangedForwards,
-        compute_loss: ComputeLoss,
-        note_reading: Callable[[], None],
-        without_gradients: bool = False,
-    ) -> None:
-        self.head = head
-        self.without_gradients = without_gradients
-        self.num_vocab = num_vocab
-        self.dtype = dtype
-        self.device = device
-        self.own_forward = own_forward
-        can_require = torch.is_grad_enabled() or not without_gradients
+    def __init__(self, run: HeadRun, hidden: Tensor) -> None:
+        head = run.head
+        self.run = run
+        self.own_forward = head.own_forward()
+        self.num_vocab, self.dtype, self.device = head.result_of(hidden)
+        self.without_gradients = run.without_gradients
+        can_require = torch.is_grad_enabled() or not run.without_gradients
         self.requires_grad = can_require and (hidden.requires_grad or bool(head.trainable()))
         self.computed_for: str | None = None
         """What made the logits be computed after all, if anything did."""
         self.loss_taken = False
         """Whether the model took a loss in chunks, and one that has gradients."""
-        self._exchanged = exchanged
-        self._compute_loss = compute_loss
-        self._note_reading = note_reading
-        device_type = hidden.device.type
-        self._autocast = (
-            device_type,
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_enabled(device_type),
-        )
+        self.is_over = False
+        """Whether the model's forward has ended."""
+        self._autocast = autocast_of_now(hidden.device)
         # Gathered parameters have other versions at every call.
         parameters = [] if head.is_gathered else head.inner.parameters()
         self._versions = [(tensor, tensor._version) for tensor in (hidden, *parameters)]
         self._num_steps = _Steps.num
+
+    def end(self) -> None:
+        """Note that the model's forward has ended: no loss is taken in chunks any more."""
+        self.is_over = True
 
     def project(self, hidden: Tensor, reason: str) -> Tensor:
         """Call the head as the model would have, under the autocast state of then.
@@ -116,8 +132,11 @@ class PutOffCall:
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             is_changed = any(each._version != version for each, version in self._versions)
-            is_stepped = self._num_steps != _Steps.num
-            if is_changed or is_stepped or not has_plain_parameters(self.head.inner):
+            if (
+                is_changed
+                or self._num_steps != _Steps.num
+                or not self.run.head.has_plain_parameters
+            ):
                 raise SavedTensorModifiedError(
                     f"outputs.logits was first read (for {reason!r}) after an optimizer had "
                     "stepped, or the model's head or its hidden states had changed, or the head "
@@ -132,7 +151,7 @@ class PutOffCall:
             self.computed_for = reason
         if not self.loss_taken:
             return self._call_head(hidden, forward)
-        self._note_reading()
+        self.run.note_reading()
         # Not by `with`: [Note: Modes] in model/losses/options.py.
         logits = torch.no_grad()(self._call_head)(hidden, forward)
         if self.requires_grad:
@@ -146,12 +165,12 @@ class PutOffCall:
         Args:
             hidden: (N, D).
             labels: (N,) int64.
-            options: as both chunked losses take them by keyword.
+            options: fields of the loss's options.
         """
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with held_on_device(self.head.inner):  # chunks may read its weight several times
-                return self._compute_loss(self, hidden, {"labels": labels, **options})
+            with held_on_device(self.run.head.inner):  # chunks may read its weight several times
+                return self.run.compute_loss(self, hidden, labels, options)
 
         loss = self._call_head(hidden, forward)
         # One without gradients, of logits that have them, is no loss to train with.
@@ -159,13 +178,11 @@ class PutOffCall:
         return loss
 
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
-        device_type, dtype, enabled = self._autocast
         # Not by `with`: [Note: Modes] in model/losses/options.py.
-        autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled)
-        if (unit := self.head.fsdp2_unit) is not None:
-            return _with_gathered(unit, autocast(forward), hidden)
-        call = autocast(self._exchanged.during)
-        result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
+        if (unit := self.run.head.fsdp2_unit) is not None:
+            return _with_gathered(unit, self._autocast(forward), hidden)
+        call = self._autocast(self.run.exchanged.during)
+        result: Tensor = call([(self.run.head.inner, forward)], self.run.head.outer, hidden)
         return result
 
 

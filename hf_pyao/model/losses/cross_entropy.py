@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, computed chunk by chunk of tokens, without the logits.
+"""Cross-entropy of a head, computed chunk by chunk of tokens, without the logits.
 
 [Note: Gradients in forward] The loss is a scalar, so its gradients are known up to the factor that
 backward brings. Each chunk therefore goes from hidden states to logits, log-probabilities and on to
@@ -19,34 +19,29 @@ that half-precision gradients are summed in float32 and rounded once, after the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, ConflictError, ReleasedTensorError
 from hf_pyao.model.gradient_buffer import GradientBuffer, has_wide_products, wide_product
-from hf_pyao.model.losses.chunking import (
-    ChunkPlan,
-    choose_chunk_tokens,
-    default_budget_bytes,
-    plan_chunks,
-)
+from hf_pyao.model.losses.chunking import choose_chunk_tokens, default_budget_bytes, plan_chunks
 from hf_pyao.model.losses.options import (
     LossOptions,
     Targets,
     autocast_dtype,
-    check_shapes,
-    graph_is_kept,
+    autocast_of_now,
     reduce_loss,
-    refuse_double_backward,
-    transforms_of,
-    used_up,
 )
 from hf_pyao.model.losses.tied_embedding import WaitingGradient
-from hf_pyao.model.losses.transforms import LogitTransform, final_dtype, loss_dtype
+from hf_pyao.model.losses.transforms import final_dtype, loss_dtype
+
+Projection = Callable[[Tensor], Tensor]
+"""(n, D) hidden states -> (n, V) logits; differentiable, and row by row."""
 
 
 def chunked_linear_cross_entropy(
@@ -55,14 +50,8 @@ def chunked_linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    transforms: Sequence[LogitTransform] = (),
-    num_valid_vocab: int | None = None,
-    chunk_tokens: int | None = None,
-    expected_factor: Tensor | None = None,
     waiting: WaitingGradient | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return ``cross_entropy(transforms(linear(hidden, weight, bias)), labels)``, in chunks.
 
@@ -77,194 +66,116 @@ def chunked_linear_cross_entropy(
         weight: (V, D) floating; V may include padding rows.
         labels: (...) int64, already shifted, one per hidden state.
         bias: (V,) or None.
-        ignore_index: label of tokens that do not count.
-        reduction: ``"mean"`` over the tokens that count (NaN if none does), or ``"sum"``.
-        label_smoothing: share of each target that is spread evenly over the vocabulary.
-        transforms: pointwise steps between projection and loss, such as ``softcap(30.0)``.
-        num_valid_vocab: cut the logits to this many columns, as models with a padded vocabulary
-            do. The gradient of the rows after them is zero.
-        chunk_tokens: most tokens per chunk; None: by :func:`default_budget_bytes`.
-        expected_factor: 0-dim, what a summed loss will most likely be multiplied by, such as
-            ``1 / num_items_in_batch``; gradients are right with any other, except for rounding.
-        waiting: where the head's gradient waits for a tied embedding's; *weight* is the alias that
-            belongs to it then (tied_embedding.py).
+        waiting: where the weight's gradient waits for a tied embedding's; *weight* is the alias
+            that belongs to it then (tied_embedding.py).
+        options: fields of :class:`LossOptions`.
 
     Returns:
         0-dim loss, in float32 or what the transforms lead to (half precision included).
 
     Raises:
-        ConfigError: shapes that do not fit, or an unknown reduction.
+        ConfigError: labels that do not fit, or a wrong option.
         IndexError: a label outside the vocabulary (on a CPU; elsewhere a device-side assertion).
     """
-    check_shapes(hidden, labels, weight.shape[1])
-    num_vocab = _num_valid_vocab(num_valid_vocab, weight.shape[0])
-    steps = transforms_of(transforms)
     dtype = autocast_dtype(hidden, weight, bias)
-    if chunk_tokens is None:
-        budget_bytes = default_budget_bytes(hidden.device)
-        chunk_tokens = choose_chunk_tokens(num_vocab, weight.shape[1], dtype, budget_bytes, steps)
-    options = LossOptions(
-        compute_dtype=dtype,
-        chunk_tokens=chunk_tokens,
-        transforms=steps,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        num_valid_vocab=num_vocab,
-        expected_factor=expected_factor,
-    )
+    sizes: Any = {"num_vocab": weight.shape[0], "compute_dtype": dtype}
     parameters = [weight] if bias is None else [weight, bias]
-    chunks = _LinearChunks(labels.reshape(-1), options, hidden.shape[-1])
-    return chunks.loss([hidden.reshape(-1, hidden.shape[-1]), *parameters], waiting)
-
-
-def _num_valid_vocab(requested: int | None, num_vocab: int) -> int:
-    if requested is None:
-        return num_vocab
-    if not 1 <= requested <= num_vocab:
-        raise ConfigError(
-            f"num_valid_vocab is {requested}; expected 1 to {num_vocab}, the rows of the head.",
-            key="wrong-argument",
-        )
-    return requested
+    return LinearChunks(hidden, parameters, labels, LossOptions(**options), **sizes).loss(waiting)
 
 
 class Chunks(ABC):
     """One pass over the tokens: losses per token, and sums of gradients.
 
     Args:
-        labels: (N,) int64.
+        hidden: (..., D) hidden states.
+        parameters: what the head uses and may be trained.
+        labels: (...) int64, one per hidden state, on the device of the logits.
         options: of the loss.
-        num_hidden: columns of the hidden states.
+        num_vocab: columns of the head's logits.
+        compute_dtype: what the head computes its logits in.
+
+    Raises:
+        ConfigError: there is not one label per hidden state.
     """
 
-    def __init__(self, labels: Tensor, options: LossOptions, num_hidden: int) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        parameters: Sequence[Tensor],
+        labels: Tensor,
+        options: LossOptions,
+        *,
+        num_vocab: int,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        if hidden.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"hidden states of shape {tuple(hidden.shape)} need labels of shape "
+                f"{tuple(hidden.shape[:-1])}, one per token; got {tuple(labels.shape)}. Shift and "
+                "flatten both in the same way.",
+                key="wrong-argument",
+            )
+        self.tensors = [hidden.reshape(-1, hidden.shape[-1]), *parameters]
         self.options = options
-        self.plan: ChunkPlan = plan_chunks(
-            labels.shape[0],
-            options.num_valid_vocab or 1,
-            num_hidden,
-            options.compute_dtype,
-            options.transforms,
-            options.chunk_tokens,
-        )
-        self.loss_dtype = loss_dtype(options.transforms, options.compute_dtype)
-        self.targets = Targets.of(labels, options, self.loss_dtype)
-        # On the labels' device: accelerate may have put the head on another one than its input.
+        self.num_vocab = options.num_valid_vocab or num_vocab
+        self.compute_dtype = compute_dtype
+        sizes = self.num_vocab, hidden.shape[-1], compute_dtype
+        chunk_tokens = options.chunk_tokens
+        if chunk_tokens is None:
+            budget_bytes = options.budget_bytes or default_budget_bytes(hidden.device)
+            chunk_tokens = choose_chunk_tokens(*sizes, budget_bytes, options.transforms)
+        self.plan = plan_chunks(labels.numel(), *sizes, options.transforms, chunk_tokens)
+        self.loss_dtype = loss_dtype(options.transforms, compute_dtype)
+        labels = labels.reshape(-1)
+        self.targets = Targets.of(labels, options, compute_dtype, self.loss_dtype)
         self.nll = torch.empty(labels.shape[0], dtype=self.loss_dtype, device=labels.device)
-        self.smooth: Tensor | None = None
+        self.smooth = torch.empty_like(self.nll) if options.label_smoothing else None
         self.buffers: list[GradientBuffer | None] = []
         """Of hidden states and parameters; None where no gradient is asked for."""
 
-    def loss(self, tensors: Sequence[Tensor], waiting: WaitingGradient | None = None) -> Tensor:
-        """Return the loss; differentiable once in *tensors*, hidden states (N, D) first.
+    def loss(self, waiting: WaitingGradient | None = None) -> Tensor:
+        """Return the loss; differentiable once in hidden states and parameters.
 
         Args:
-            tensors: hidden states, and parameters that may be trained.
-            waiting: where the gradient of the first parameter waits; None: nowhere.
+            waiting: where the gradient of the first parameter waits for a tied embedding's
+                (tied_embedding.py); None: nowhere.
         """
-        loss: Tensor = _ChunkedLoss.apply(self, waiting, *tensors)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(self, waiting, *self.tensors)  # type: ignore[no-untyped-call]
         return loss
 
-    def run(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+    def run(self, needs_grad: Sequence[bool]) -> Tensor:
         """Go through all chunks and return the loss; the gradients are in :attr:`buffers`."""
-        self._begin(*tensors)
+        rows = min(self.plan.chunk_tokens, self.plan.num_tokens)
+        self.log_probs = self.nll.new_empty(rows, self.num_vocab)
         self.buffers = [
             self._buffer(at, tensor) if need else None
-            for at, (tensor, need) in enumerate(zip(tensors, needs_grad, strict=True))
+            for at, (tensor, need) in enumerate(zip(self.tensors, needs_grad, strict=True))
         ]
         for start, stop in self.plan.slices():
             self._chunk(start, stop)
-        loss = reduce_loss(self.nll, self.smooth, self.targets, self.options)
-        return loss.to(final_dtype(self.options.transforms, self.options.compute_dtype))
+        loss = reduce_loss(self.nll, self.smooth, self.targets, self.options, self.num_vocab)
+        return loss.to(final_dtype(self.options.transforms, self.compute_dtype))
 
+    @abstractmethod
     def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
-        return GradientBuffer.of(tensor)
+        """Return what sums the gradient of *tensor*, the one at *at*."""
 
     @abstractmethod
-    def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
-        """Prepare for the chunks."""
+    def _project(self, start: int, stop: int) -> tuple[Tensor, Any]:
+        """Return the logits of the tokens from *start* to *stop*, which may be overwritten, and
+        what :meth:`_add_gradients` needs."""
 
     @abstractmethod
+    def _add_gradients(self, grad: Tensor, kept: Any, room: Tensor, start: int) -> None:
+        """Add what follows from *grad*, of the logits. *room* is as large, and free."""
+
     def _chunk(self, start: int, stop: int) -> None:
         """Add the tokens from *start* to *stop* to the losses and the gradients."""
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """See [Note: Gradients in forward]. Gradients are kept on ctx, not saved for backward:
-    saved-tensor hooks would move them, and they are used up in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, chunks: Chunks, waiting: WaitingGradient | None, *tensors: Tensor
-    ) -> Tensor:
-        """Compute the loss and the gradients; see [Note: Gradients in forward]."""
-        loss = chunks.run(tensors, ctx.needs_input_grad[2:])
-        ctx.waiting, ctx.shapes = waiting, [tensor.shape for tensor in tensors]
-        ctx.gradients = chunks.buffers, chunks.targets
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply the gradients by *grad_loss*, using them up unless the graph is kept."""
-        refuse_double_backward()
-        if ctx.gradients is None:
-            raise used_up()
-        keep = graph_is_kept()
-        buffers, targets = ctx.gradients
-        if not keep:
-            ctx.gradients = None
-        scale = targets.scale(grad_loss)
-        results: list[Tensor | None] = []
-        for at, (buffer, shape) in enumerate(zip(buffers, ctx.shapes, strict=True)):
-            if buffer is None or not ctx.needs_input_grad[2 + at]:
-                results.append(None)
-                continue
-            factor = scale if at else targets.row_scale(grad_loss)
-            found = buffer.finish(factor, keep=keep).view(shape)
-            is_waiting = at == 1 and ctx.waiting is not None and ctx.waiting.put(found)
-            results.append(None if is_waiting else found)
-        return None, None, *results
-
-
-class _LinearChunks(Chunks):
-    """Chunks through one matrix, with reused buffers."""
-
-    def run(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
-        """Go through all chunks and return the loss."""
-        # Not by `with`: [Note: Modes] in options.py.
-        run = torch.autocast(tensors[0].device.type, enabled=False)(super().run)
-        loss: Tensor = run(tensors, needs_grad)
-        return loss
-
-    def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
-        """Return a buffer; that of weight and bias is cut to the vocabulary."""
-        columns = tensor.shape[1] if tensor.dim() == 2 else 1
-        valid = self.options.num_valid_vocab if at else None
-        buffer = GradientBuffer(tensor.shape[0], columns, tensor.dtype, tensor.device, valid)
-        buffer.take_memory()
-        return buffer
-
-    def _begin(self, hidden: Tensor, *parameters: Tensor) -> None:
-        weight, *biases = parameters
-        dtype, device = self.options.compute_dtype, hidden.device
-        num_vocab = self.options.num_valid_vocab or weight.shape[0]
-        self.hidden = hidden
-        self.weight = weight[:num_vocab].to(dtype)
-        self.bias = biases[0][:num_vocab].to(dtype) if biases else None
-        if self.options.label_smoothing:
-            self.smooth = torch.empty_like(self.nll)
-        rows = min(self.plan.chunk_tokens, hidden.shape[0])
-        self.logits = torch.empty(rows, num_vocab, dtype=dtype, device=device)
-        self.log_probs = torch.empty(rows, num_vocab, dtype=self.loss_dtype, device=device)
-
-    def _chunk(self, start: int, stop: int) -> None:
-        hidden = self.hidden[start:stop].to(self.options.compute_dtype)
-        logits = self._project(hidden)
-        saved = []
+        logits, kept = self._project(start, stop)
+        steps: list[tuple[Any, Any]] = []
         for transform in self.options.transforms:
-            logits, kept = transform.forward(logits)
-            saved.append(kept)
+            logits, saved = transform.forward(logits)
+            steps.append((transform, saved))
         end_dtype, logits = logits.dtype, logits.to(self.loss_dtype)
         log_probs = torch.log_softmax(logits, dim=-1, out=self.log_probs[: stop - start])
         self.nll[start:stop] = F.nll_loss(
@@ -278,15 +189,9 @@ class _LinearChunks(Chunks):
         if not any(self.buffers):
             return
         grad = self._loss_gradient(log_probs, logits, start, stop).to(end_dtype)
-        for transform, kept in zip(reversed(self.options.transforms), reversed(saved), strict=True):
-            grad = transform.backward(grad, kept)
-        self._add_gradients(grad, hidden, log_probs, start)
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        out = self.logits[: hidden.shape[0]]
-        if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=out)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        for transform, saved in reversed(steps):
+            grad = transform.backward(grad, saved)
+        self._add_gradients(grad, kept, log_probs, start)
 
     def _loss_gradient(self, log_probs: Tensor, room: Tensor, start: int, stop: int) -> Tensor:
         """Return the gradient of the logits, written into *room*; *log_probs* is free then.
@@ -310,10 +215,87 @@ class _LinearChunks(Chunks):
         room[rows, columns] -= weight * (1 - epsilon)
         return room
 
-    def _add_gradients(self, grad: Tensor, hidden: Tensor, room: Tensor, start: int) -> None:
-        """Add a chunk's share. *room* is a buffer of the loss that is free now."""
+
+class _ChunkedLoss(torch.autograd.Function):
+    """See [Note: Gradients in forward]. Gradients are kept on ctx, not saved for backward:
+    saved-tensor hooks would move them, and they are used up in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chunks: Chunks, waiting: WaitingGradient | None, *tensors: Tensor
+    ) -> Tensor:
+        """Compute the loss and the gradients; see [Note: Gradients in forward]."""
+        # Not by `with`: [Note: Modes] in options.py.
+        run = torch.autocast(tensors[0].device.type, enabled=False)(chunks.run)
+        loss: Tensor = run(ctx.needs_input_grad[2:])
+        ctx.waiting, ctx.shapes = waiting, [tensor.shape for tensor in tensors]
+        ctx.gradients = chunks.buffers, chunks.targets
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply the gradients by *grad_loss*, using them up unless the graph is kept."""
+        if torch.is_grad_enabled():
+            raise ConflictError(
+                "create_graph=True differentiates the gradients again, but the chunked head loss "
+                "keeps only the gradients themselves. Set head_loss='off' for training that needs "
+                "second derivatives.",
+                key="second-derivatives",
+            )
+        if ctx.gradients is None:
+            raise ReleasedTensorError(
+                "Trying to backward through the chunked head loss a second time: its gradients "
+                "were handed over in the first backward. Pass retain_graph=True to that one.",
+                key="backward-twice",
+            )
+        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        buffers, targets = ctx.gradients
+        if not keep:
+            ctx.gradients = None
+        scale = targets.scale(grad_loss)
+        results: list[Tensor | None] = []
+        for at, (buffer, shape) in enumerate(zip(buffers, ctx.shapes, strict=True)):
+            if buffer is None or not ctx.needs_input_grad[2 + at]:
+                results.append(None)
+                continue
+            factor = scale if at else targets.row_scale(grad_loss)
+            found = buffer.finish(factor, keep=keep).view(shape)
+            is_waiting = at == 1 and ctx.waiting is not None and ctx.waiting.put(found)
+            results.append(None if is_waiting else found)
+        return None, None, *results
+
+
+class LinearChunks(Chunks):
+    """Chunks through one matrix, with reused buffers; parameters are (V, D), and (V,) if biased."""
+
+    def run(self, needs_grad: Sequence[bool]) -> Tensor:
+        """Go through all chunks and return the loss."""
+        hidden, weight, *biases = self.tensors
+        dtype, num_vocab = self.compute_dtype, self.num_vocab
+        self.weight = weight[:num_vocab].to(dtype)
+        self.bias = biases[0][:num_vocab].to(dtype) if biases else None
+        rows = min(self.plan.chunk_tokens, self.plan.num_tokens)
+        self.logits = torch.empty(rows, num_vocab, dtype=dtype, device=hidden.device)
+        return super().run(needs_grad)
+
+    def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
+        """Return a buffer; that of weight and bias is cut to the vocabulary."""
+        columns = tensor.shape[1] if tensor.dim() == 2 else 1
+        valid = self.num_vocab if at else None
+        buffer = GradientBuffer(tensor.shape[0], columns, tensor.dtype, tensor.device, valid)
+        buffer.take_memory()
+        return buffer
+
+    def _project(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        hidden = self.tensors[0][start:stop].to(self.compute_dtype)
+        out = self.logits[: stop - start]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=out), hidden
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out), hidden
+
+    def _add_gradients(self, grad: Tensor, kept: Tensor, room: Tensor, start: int) -> None:
         if grad.dtype.itemsize == 2 and not has_wide_products(grad):
-            grad, hidden = room.copy_(grad), hidden.to(room.dtype)
+            grad, kept = room.copy_(grad), kept.to(room.dtype)
         of_hidden, of_weight, *of_biases = self.buffers
         if of_hidden is not None:
             of_hidden.write_rows(start, wide_product(grad, self.weight))
@@ -321,4 +303,51 @@ class _LinearChunks(Chunks):
             if of_bias is not None:
                 of_bias.add(grad.sum(dim=0, dtype=of_bias.wide_dtype))
         if of_weight is not None:
-            of_weight.add_product(grad, hidden)
+            of_weight.add_product(grad, kept)
+
+
+class ModuleChunks(Chunks):
+    """Chunks through a head that cannot be taken apart (LoRA on the head, quantised weights).
+
+    Each chunk runs through the module itself, and its gradients come from autograd. Slower than
+    :class:`LinearChunks` where the module has a large trainable matrix, whose gradient exists once
+    more per chunk.
+
+    Args:
+        given: as for :class:`Chunks`; parameters that need no gradient are skipped.
+        project: the head, which treats tokens one by one, draws no random numbers, and makes its
+            result anew; called under the autocast state of now.
+        sizes: as for :class:`Chunks`.
+    """
+
+    def __init__(self, *given: Any, project: Projection, **sizes: Any) -> None:
+        super().__init__(*given, **sizes)
+        autocast = autocast_of_now(self.tensors[0].device)
+        # Not by `with`: [Note: Modes] in options.py.
+        self._head = torch.enable_grad()(autocast(lambda rows: project(rows)[:, : self.num_vocab]))
+
+    def _buffer(self, at: int, tensor: Tensor) -> GradientBuffer:
+        return GradientBuffer.of(tensor)
+
+    def _project(self, start: int, stop: int) -> tuple[Tensor, tuple[Tensor, GradientEdge | None]]:
+        needs_grad = self.buffers[0] is not None
+        rows = self.tensors[0][start:stop].detach().requires_grad_(needs_grad)
+        output = self._head(rows)
+        # Not the output itself, whose memory is free once it is cast.
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        # Contiguous, since kernels that write in place go wrong on rows with gaps.
+        return output.detach().contiguous(), (rows, edge)
+
+    def _add_gradients(
+        self, grad: Tensor, kept: tuple[Tensor, GradientEdge], room: Tensor, start: int
+    ) -> None:
+        rows, output = kept
+        both = zip(self.buffers, [rows, *self.tensors[1:]], strict=True)
+        wanted = [(buffer, tensor) for buffer, tensor in both if buffer is not None]
+        tensors = [tensor for _, tensor in wanted]
+        found = torch.autograd.grad([output], tensors, [grad], allow_unused=True)
+        for (buffer, tensor), each in zip(wanted, found, strict=True):
+            if each is not None and tensor is rows:
+                buffer.write_rows(start, each)
+            elif each is not None:
+                buffer.add(each)

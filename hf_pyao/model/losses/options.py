@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.errors import ConfigError, ConflictError, ReleasedTensorError, unknown_name
+from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.model.losses.transforms import LogitTransform, largest_gain
 
 REDUCTIONS = ("mean", "sum")
@@ -28,28 +28,30 @@ by as much, as their gradient is scaled too."""
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Everything about a loss that is not a tensor.
+    """Everything about a loss that is not a tensor of tokens.
 
     Raises:
-        ConfigError: an unknown reduction, or a smoothing outside [0, 1].
+        ConfigError: an unknown reduction, a smoothing outside [0, 1], or chunks without tokens.
     """
 
-    compute_dtype: torch.dtype
-    """What the head computes its logits in."""
-    chunk_tokens: int
-    """Most tokens in one chunk."""
-    transforms: tuple[LogitTransform, ...] = ()
-    """What happens to the logits before the loss."""
+    chunk_tokens: int | None = None
+    """Most tokens in one chunk; None: as many as *budget_bytes* hold."""
+    budget_bytes: int | None = None
+    """Bytes that one chunk may take; None: by the device."""
+    transforms: Sequence[LogitTransform] = ()
+    """Pointwise steps between projection and loss, such as ``softcap(30.0)``."""
     ignore_index: int = -100
     """Label of tokens that do not count."""
     reduction: str = "mean"
-    """``"mean"`` over the tokens that count, or ``"sum"``."""
+    """``"mean"`` over the tokens that count (NaN if none does), or ``"sum"``."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary."""
     num_valid_vocab: int | None = None
-    """Columns of the logits that exist; the padding after them is cut off. None: all."""
+    """Columns of the logits that exist; the padding after them is cut off, and the gradient of its
+    rows is zero. None: all."""
     expected_factor: Tensor | None = None
-    """0-dim: what a summed loss will most likely be multiplied by; see :class:`Targets`."""
+    """0-dim: what a summed loss will most likely be multiplied by, such as
+    ``1 / num_items_in_batch``; gradients are right with any other, except for rounding."""
 
     def __post_init__(self) -> None:
         """Check the values; see the class docstring."""
@@ -60,7 +62,7 @@ class LossOptions:
                 f"label_smoothing is {self.label_smoothing}; expected a number between 0 and 1.",
                 key="wrong-argument",
             )
-        if self.chunk_tokens < 1:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}; expected 1 token at least.",
                 key="wrong-argument",
@@ -85,13 +87,18 @@ class Targets:
     """0-dim: what the factor of backward has to be divided by, as ``weight`` has it already."""
 
     @classmethod
-    def of(cls, labels: Tensor, options: LossOptions, dtype: torch.dtype) -> Targets:
-        """Prepare *labels* for a loss computed in *dtype*. No synchronisation with the device."""
+    def of(
+        cls, labels: Tensor, options: LossOptions, compute_dtype: torch.dtype, dtype: torch.dtype
+    ) -> Targets:
+        """Prepare *labels* for a loss in *dtype* of logits that a head computes in *compute_dtype*.
+
+        No synchronisation with the device.
+        """
         valid = labels != options.ignore_index
         column, counts = torch.where(valid, labels, 0), valid.to(dtype)
         one = counts.new_ones(())
         share = one / counts.sum() if options.reduction == "mean" else one
-        if options.compute_dtype == torch.float16:
+        if compute_dtype == torch.float16:
             # No token counts: the share is infinite, and every gradient is zero all the same.
             grown = FP16_GRADIENT_UNIT / largest_gain(options.transforms)
             unit = torch.where(share.isfinite(), share, 0.0) / grown
@@ -120,95 +127,43 @@ class Targets:
 
 
 def reduce_loss(
-    nll: Tensor, smooth: Tensor | None, targets: Targets, options: LossOptions
+    nll: Tensor, smooth: Tensor | None, targets: Targets, options: LossOptions, num_vocab: int
 ) -> Tensor:
     """Return the loss of all tokens, as ``torch.nn.functional.cross_entropy`` reduces it.
 
     Args:
         nll: (N,) loss of each token; what it is for ignored ones is ignored.
-        smooth: (N,) sum of negative log-probabilities over the vocabulary, if labels are smoothed
-            and *nll* is not.
+        smooth: (N,) sum of negative log-probabilities over the vocabulary, if labels are smoothed.
         targets: the labels.
-        options: reduction, smoothing; ``num_valid_vocab`` must be set with smoothing.
+        options: reduction, smoothing.
+        num_vocab: columns of the logits.
     """
     # The same kernel as in the model's own path, on one column: it sums in the same order, and a
     # mean over no token is NaN like there.
     column = torch.where(targets.valid, 0, -100)
     loss = F.nll_loss(-nll.unsqueeze(1), column, ignore_index=-100, reduction=options.reduction)
-    if smooth is None or options.num_valid_vocab is None:
+    if smooth is None:
         return loss
     spread = smooth.masked_fill(~targets.valid, 0.0).sum()
     if options.reduction == "mean":
         spread = spread / targets.valid.sum()
     epsilon = options.label_smoothing
-    return (1 - epsilon) * loss + (epsilon / options.num_valid_vocab) * spread
+    return (1 - epsilon) * loss + (epsilon / num_vocab) * spread
 
 
-def check_shapes(hidden: Tensor, labels: Tensor, num_hidden: int | None) -> None:
-    """Raise ConfigError unless there is one label per hidden state, of the right width."""
-    if hidden.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"hidden states of shape {tuple(hidden.shape)} need labels of shape "
-            f"{tuple(hidden.shape[:-1])}, one per token; got {tuple(labels.shape)}. Shift and "
-            "flatten both in the same way.",
-            key="wrong-argument",
-        )
-    if num_hidden is not None and hidden.shape[-1] != num_hidden:
-        raise ConfigError(
-            f"hidden states have {hidden.shape[-1]} columns and the head takes {num_hidden}.",
-            key="wrong-argument",
-        )
-
-
-def autocast_dtype(tensor: Tensor, *others: Tensor | None) -> torch.dtype:
+def autocast_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Return the dtype in which ``F.linear`` of these tensors would compute here and now."""
-    dtype = tensor.dtype
-    for other in others:
-        if other is not None:
-            dtype = torch.promote_types(dtype, other.dtype)
-    device_type = tensor.device.type
+    present = [tensor for tensor in tensors if tensor is not None]
+    dtype = present[0].dtype
+    for tensor in present[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    device_type = present[0].device.type
     if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
 
 
-def refuse_double_backward() -> None:
-    """Raise ConflictError if autograd records this backward (``create_graph=True``)."""
-    if torch.is_grad_enabled():
-        raise ConflictError(
-            "create_graph=True differentiates the gradients again, but the chunked head loss keeps "
-            "only the gradients themselves. Set head_loss='off' for training that needs second "
-            "derivatives.",
-            key="second-derivatives",
-        )
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward may be followed by another one (``retain_graph=True``)."""
-    keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keep
-
-
-def used_up() -> ReleasedTensorError:
-    """Build the error for a second backward through a graph that was not retained."""
-    return ReleasedTensorError(
-        "Trying to backward through the chunked head loss a second time: its gradients were handed "
-        "over in the first backward. Pass retain_graph=True to that one.",
-        key="backward-twice",
-    )
-
-
-def transforms_of(transforms: Sequence[LogitTransform]) -> tuple[LogitTransform, ...]:
-    """Return *transforms* as a tuple, checked.
-
-    Raises:
-        ConfigError: an entry is no LogitTransform.
-    """
-    for transform in transforms:
-        if not isinstance(transform, LogitTransform):
-            raise ConfigError(
-                f"transforms holds {transform!r}; expected steps such as Scale(0.5) or "
-                "softcap(30).",
-                key="wrong-argument",
-            )
-    return tuple(transforms)
+def autocast_of_now(device: torch.device, *, cache_enabled: bool = True) -> torch.autocast:
+    """Return a context with the autocast state of now, for later."""
+    dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, dtype, enabled, cache_enabled)

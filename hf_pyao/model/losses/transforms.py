@@ -10,27 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-
-@runtime_checkable
-class LogitTransform(Protocol):
-    """A pointwise step on logits."""
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return the transformed logits by ordinary operations that autograd can follow."""
-        ...
-
-    def forward(self, logits: Tensor) -> tuple[Tensor, Any]:
-        """Return the transformed logits and what :meth:`backward` needs. May overwrite *logits*."""
-        ...
-
-    def backward(self, grad: Tensor, saved: Any) -> Tensor:
-        """Return the gradient for the input of :meth:`forward`. May overwrite *grad*."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +21,6 @@ class Scale:
     """Multiply by a number."""
 
     factor: float
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits * factor``."""
-        return logits * self.factor
 
     def forward(self, logits: Tensor) -> tuple[Tensor, None]:
         """Multiply in place."""
@@ -58,10 +37,6 @@ class Divide:
 
     divisor: float
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits / divisor``."""
-        return logits / self.divisor
-
     def forward(self, logits: Tensor) -> tuple[Tensor, None]:
         """Divide in place."""
         return logits.div_(self.divisor), None
@@ -74,10 +49,6 @@ class Divide:
 @dataclass(frozen=True)
 class Tanh:
     """Hyperbolic tangent. Keeps a copy of its result for backward."""
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return ``tanh(logits)``."""
-        return torch.tanh(logits)
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Take the tangent in place; the copy is for backward, as a later step may overwrite it."""
@@ -96,10 +67,6 @@ class Cast:
 
     dtype: torch.dtype
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits.to(dtype)``."""
-        return logits.to(self.dtype)
-
     def forward(self, logits: Tensor) -> tuple[Tensor, torch.dtype]:
         """Cast, remembering the dtype that came in."""
         return logits.to(self.dtype), logits.dtype
@@ -109,16 +76,15 @@ class Cast:
         return grad.to(saved)
 
 
+LogitTransform: TypeAlias = Scale | Divide | Tanh | Cast
+"""A pointwise step on logits. ``forward(logits)`` returns the transformed logits and what
+``backward(grad, saved)`` needs, which returns the gradient for the input of ``forward``. Either may
+overwrite its argument."""
+
+
 def softcap(cap: float) -> tuple[LogitTransform, ...]:
     """Return the steps of Gemma's soft-cap, ``cap * tanh(logits / cap)``."""
     return (Divide(cap), Tanh(), Scale(cap))
-
-
-def apply_all(transforms: Sequence[LogitTransform], logits: Tensor) -> Tensor:
-    """Run the whole chain by operations that autograd can follow."""
-    for transform in transforms:
-        logits = transform.apply(logits)
-    return logits
 
 
 def largest_gain(transforms: Sequence[LogitTransform]) -> float:

@@ -1,14 +1,14 @@
 """Module maps: where an architecture keeps its layers, and which sub-module plays which role.
 
-An architecture whose layers subclass transformers' ``GradientCheckpointingLayer`` needs no row here
-to be found, and its roles are inferred (see ``role_inference``). A row says instead where to look
-and which roles there are. To add one, write it next to its likes: the tests pick it up.
+An architecture whose layers subclass transformers' ``GradientCheckpointingLayer`` needs none to be
+found, and its roles are inferred (see ``role_inference``). A map says instead where to look and
+which roles there are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,61 +58,49 @@ class ModuleMap:
 
     def __post_init__(self) -> None:
         """Check every path, and copy what the caller may change; see the class docstring."""
-        object.__setattr__(self, "layers", _checked_paths("layers", self.layers))
-        if not self.layers:
-            raise ConfigError(
-                "ModuleMap.layers is empty; expected at least one path of a list.", key="module-map"
+        layers = _checked_paths("layers", self.layers)
+        if not layers or not isinstance(self.roles, Mapping):
+            raise _malformed(
+                f"layers is {layers} and roles {self.roles!r}; expected at least one path of a "
+                "list, and a dict, role -> paths"
             )
-        if not isinstance(self.roles, Mapping):
-            raise ConfigError(
-                f"ModuleMap.roles is {self.roles!r}; expected a dict, role -> paths.",
-                key="module-map",
-            )
+        roles = {
+            role: _checked_paths(f"roles[{role!r}]", paths, may_be_layer=True)
+            for role, paths in self.roles.items()
+        }
+        if odd := [role for role in roles if not str(role).isidentifier()]:
+            raise _malformed(f"{odd[0]!r} is no role name; expected one such as 'mlp_act'")
         owner: dict[str, str] = {}
-        roles: dict[str, tuple[str, ...]] = {}
-        for role, paths in self.roles.items():
-            if not isinstance(role, str) or not role.isidentifier():
-                raise ConfigError(
-                    f"{role!r} is no role name; expected one such as 'mlp_act'.", key="module-map"
+        for role, path in ((role, path) for role, paths in roles.items() for path in paths):
+            if (other := owner.setdefault(path, role)) != role:
+                raise _malformed(
+                    f"path {path!r} is given to the roles {other!r} and {role!r}; what a module "
+                    "saves has one role"
                 )
-            roles[role] = _checked_paths(f"roles[{role!r}]", paths, may_be_layer=True)
-            for path in roles[role]:
-                if path in owner:
-                    raise ConfigError(
-                        f"path {path!r} is given to the roles {owner[path]!r} and {role!r}; "
-                        "what a module saves has one role.",
-                        key="module-map",
-                    )
-                owner[path] = role
         optional = _checked_paths("optional", self.optional, may_be_layer=True)
-        object.__setattr__(self, "optional", optional)
-        if unclaimed := [path for path in self.optional if path not in owner]:
-            raise ConfigError(
-                f"optional paths {unclaimed} belong to no role of this map.", key="module-map"
-            )
-        object.__setattr__(self, "roles", roles)
+        if unclaimed := [path for path in optional if path not in owner]:
+            raise _malformed(f"optional paths {unclaimed} belong to no role of this map")
+        for name, value in (("layers", layers), ("roles", roles), ("optional", optional)):
+            object.__setattr__(self, name, value)
 
 
 def _checked_paths(name: str, paths: object, *, may_be_layer: bool = False) -> tuple[str, ...]:
     if isinstance(paths, str) or not isinstance(paths, Sequence):
-        raise ConfigError(
-            f"ModuleMap.{name} is {paths!r}; expected a list or tuple of paths, such as "
-            "('mlp.fc1',).",
-            key="module-map",
+        raise _malformed(
+            f"{name} is {paths!r}; expected a list or tuple of paths, such as ('mlp.fc1',)"
         )
     for path in paths:
-        is_layer = may_be_layer and path == ""
-        if not isinstance(path, str) or not (is_layer or all(_is_part(p) for p in path.split("."))):
-            raise ConfigError(
-                f"ModuleMap.{name} holds {path!r}; expected a dotted path without wildcards, "
-                "such as 'decoder.layers' or 'mlp.fc1'.",
-                key="module-map",
+        is_path = isinstance(path, str) and re.fullmatch(r"[\w-]+(\.[\w-]+)*", path)
+        if not is_path and not (may_be_layer and path == ""):
+            raise _malformed(
+                f"{name} holds {path!r}; expected a dotted path without wildcards, such as "
+                "'decoder.layers' or 'mlp.fc1'"
             )
     return tuple(paths)
 
 
-def _is_part(part: str) -> bool:
-    return part.replace("_", "a").replace("-", "a").isalnum()
+def _malformed(message: str) -> ConfigError:
+    return ConfigError(f"ModuleMap: {message}.", key="module-map")
 
 
 # [Note: What a role covers]
@@ -120,106 +108,10 @@ def _is_part(part: str) -> bool:
 # what the attention module saves outside its projections (rotary products, q, k, v, the output, its
 # dropout mask), and in a gated MLP, mlp_act is the activation and the product that ``mlp`` makes.
 # OPT calls dropout as a function in the layer itself, once after attention and once after the MLP:
-# those masks cannot be told apart by module and have no role ("." selects them, see module_map).
+# those masks cannot be told apart by module and have no role ("." selects them, see module_roles).
 # The experts of a mixture are one fused module in current transformers, whose two products save
 # under the same name: the expert roles cannot be told apart by module either. They are one role,
-# ``experts``, and moe_act is the activation module that they call. No mixture has a row: its roles
-# are inferred.
-_OPT = ModuleMap(
-    layers=("decoder.layers",),
-    roles={
-        "attn_norm": ("self_attn_layer_norm",),
-        "qkv_linear": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "core_attn": ("self_attn",),
-        "attn_proj": ("self_attn.out_proj",),
-        "mlp_norm": ("final_layer_norm",),
-        "mlp_up": ("fc1",),
-        "mlp_act": ("activation_fn",),
-        "mlp_down": ("fc2",),
-    },
-)
-_GPT2 = ModuleMap(
-    layers=("h",),
-    roles={
-        "attn_norm": ("ln_1", "ln_cross_attn"),
-        "qkv_linear": ("attn.c_attn", "crossattention.c_attn", "crossattention.q_attn"),
-        "core_attn": ("attn", "crossattention"),
-        "attn_proj": (
-            "attn.c_proj",
-            "attn.resid_dropout",
-            "crossattention.c_proj",
-            "crossattention.resid_dropout",
-        ),
-        "mlp_norm": ("ln_2",),
-        "mlp_up": ("mlp.c_fc",),
-        "mlp_act": ("mlp", "mlp.act"),
-        "mlp_down": ("mlp.c_proj", "mlp.dropout"),
-    },
-    # Only there with add_cross_attention=True.
-    optional=(
-        "ln_cross_attn",
-        "crossattention",
-        "crossattention.c_attn",
-        "crossattention.q_attn",
-        "crossattention.c_proj",
-        "crossattention.resid_dropout",
-    ),
-)
-_LLAMA = ModuleMap(
-    layers=("layers",),
-    roles={
-        "attn_norm": ("input_layernorm",),
-        "qkv_linear": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "core_attn": ("self_attn",),
-        "attn_proj": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp_act": ("mlp", "mlp.act_fn"),
-        "mlp_down": ("mlp.down_proj",),
-    },
-    # Liger's MLP has no activation module: it does activation and product in the MLP itself.
-    optional=("mlp.act_fn",),
-)
-_PHI3 = dataclasses.replace(
-    _LLAMA,
-    roles={
-        **_LLAMA.roles,
-        "qkv_linear": ("self_attn.qkv_proj",),
-        "attn_proj": ("self_attn.o_proj", "resid_attn_dropout"),
-        "mlp_up": ("mlp.gate_up_proj",),
-        "mlp_act": ("mlp", "mlp.activation_fn"),
-        "mlp_down": ("mlp.down_proj", "resid_mlp_dropout"),
-    },
-    optional=("mlp.activation_fn",),
-)
-_GPT_NEOX = ModuleMap(
-    layers=("layers",),
-    roles={
-        "attn_norm": ("input_layernorm",),
-        "qkv_linear": ("attention.query_key_value",),
-        "core_attn": ("attention",),
-        "attn_proj": ("attention.dense", "post_attention_dropout"),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp_up": ("mlp.dense_h_to_4h",),
-        "mlp_act": ("mlp", "mlp.act"),
-        "mlp_down": ("mlp.dense_4h_to_h", "post_mlp_dropout"),
-    },
-)
-
-MODULE_MAPS: Mapping[str, ModuleMap] = {
-    "gemma": _LLAMA,
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gpt_neox": _GPT_NEOX,
-    "granite": _LLAMA,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "opt": _OPT,
-    "phi3": _PHI3,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,  # its q_norm and k_norm lie below self_attn, hence in core_attn
-}
-"""The maps that come with hf_pyao, by ``config.model_type``."""
+# ``experts``, and moe_act is the activation module that they call.
 
 # The one piece of module state: a map must be known before the model that needs it is attached,
 # often through a Trainer that offers no place to hand one over.
@@ -230,8 +122,8 @@ def register_module_map(architecture: str, module_map: ModuleMap) -> None:
     """Teach hf_pyao an architecture, for this process; call it before attaching.
 
     *architecture* is ``config.model_type``, or the name of the model's class or of a base class of
-    it. A class name wins over a model type, and a registered map over one that comes with hf_pyao
-    or was registered under the same name before.
+    it. A class name wins over a model type, and a map over what is known of layers and roles
+    otherwise, or was registered under the same name before.
 
     ```python
     import torch
@@ -270,31 +162,28 @@ def register_module_map(architecture: str, module_map: ModuleMap) -> None:
     Raises:
         ConfigError: *architecture* is no name, or *module_map* no :class:`ModuleMap`.
     """
-    if not isinstance(architecture, str) or not architecture.strip():
+    is_named = isinstance(architecture, str) and architecture.strip()
+    if not is_named or not isinstance(module_map, ModuleMap):
         raise ConfigError(
-            f"architecture is {architecture!r}; expected config.model_type or a model class name.",
+            f"register_module_map got {architecture!r} and a {type(module_map).__name__}; expected "
+            "config.model_type or a model class name, and ModuleMap(layers=('path.to.the.list',)).",
             key="module-map",
         )
-    if not isinstance(module_map, ModuleMap):
-        raise ConfigError(
-            f"the map for {architecture!r} is a {type(module_map).__name__}; expected "
-            "ModuleMap(layers=('path.to.the.list',)).",
-            key="module-map",
-        )
-    if _registered_maps.get(architecture, MODULE_MAPS.get(architecture, module_map)) != module_map:
+    if _registered_maps.get(architecture, module_map) != module_map:
         logger.info("the module map of %r is replaced", architecture)
     _registered_maps[architecture] = module_map
 
 
 def module_map_of(model: nn.Module) -> tuple[str, ModuleMap] | None:
-    """Return the name and the map of an (unwrapped) model's architecture, or None."""
+    """Return the name and the registered map of an (unwrapped) model's architecture, or None."""
     # FSDP2's renamed class (FSDPOPTModel) has the original one among its bases.
     bases = type(model).__mro__
     names = [cls.__name__ for cls in bases[: bases.index(nn.Module)]]
     if model_type := model_type_of(model):
         names.append(model_type)
-    known = {**MODULE_MAPS, **_registered_maps}
-    return next(((name, known[name]) for name in names if name in known), None)
+    return next(
+        ((name, _registered_maps[name]) for name in names if name in _registered_maps), None
+    )
 
 
 def model_type_of(model: nn.Module) -> str | None:

@@ -23,24 +23,20 @@ class FoundLayers:
     stack: nn.Module
     """The smallest module with a forward of its own that holds all layers: ``LlamaModel``,
     ``OPTDecoder``, ``BartModel``; with its own wrapper, if it has one inside the model."""
-    roles: Roles = field(default_factory=dict)
-    """Role -> sub-module paths inside a layer, as a module map says; empty if none does."""
-    inferred: Mapping[str, Roles] = field(default_factory=dict)
-    """Layer fqn -> the roles found in that layer by names and structure; empty where a map says."""
-    optional: Sequence[str] = ()
-    """Paths of ``roles`` that a layer may lack."""
+    roles: Mapping[str, Roles] = field(default_factory=dict)
+    """Layer fqn -> the roles in that layer, by a module map or else inferred."""
     how: str = ""
     """By which rule the layers were found."""
 
     def roles_of(self, fqn: str) -> Roles:
-        """Return the roles of one layer: those of the map, or else the inferred ones."""
-        return self.roles or self.inferred.get(fqn, {})
+        """Return the roles of one layer."""
+        return self.roles.get(fqn, {})
 
     @property
     def all_roles(self) -> dict[str, tuple[str, ...]]:
         """The roles of all layers together, for messages: one path may play two of them."""
         paths: dict[str, dict[str, None]] = {}
-        for fqn, _ in self.layers:
-            for role, of_layer in self.roles_of(fqn).items():
+        for roles in self.roles.values():
+            for role, of_layer in roles.items():
                 paths.setdefault(role, {}).update(dict.fromkeys(of_layer))
         return {role: tuple(of_all) for role, of_all in paths.items()}

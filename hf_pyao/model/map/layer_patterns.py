@@ -46,9 +46,7 @@ def find_named_layers(root: nn.Module, patterns: Sequence[str], field: str = "la
         for hit in found:
             by_module.setdefault(id(hit.module), hit)
     hits = list(by_module.values())
-    for hit in hits:
-        _check_is_called(hit, field)
-    _check_not_nested(hits, field)
+    _check(hits, field)
     return hits
 
 
@@ -57,18 +55,16 @@ def _fits(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 
 
-def _check_is_called(hit: Hit, field: str) -> None:
-    if not is_called(hit.module):
-        raise ConfigError(
-            f"{field} names {hit.path!r}, a {class_name(hit.module)}: the model runs its elements "
-            f"and never calls it itself. Write '{hit.path}.*' for its elements.",
-            key="modules-overlap",
-        )
-
-
-def _check_not_nested(hits: Sequence[Hit], field: str) -> None:
+def _check(hits: Sequence[Hit], field: str) -> None:
+    """Check that each of *hits* is called itself, and none is inside of another."""
     owner = {id(hit.module): hit for hit in hits}
     for outer in hits:
+        if not is_called(outer.module):
+            raise ConfigError(
+                f"{field} names {outer.path!r}, a {class_name(outer.module)}: the model runs its "
+                f"elements and never calls it itself. Write '{outer.path}.*' for its elements.",
+                key="modules-overlap",
+            )
         for module in outer.module.modules():
             inner = owner.get(id(module), outer)
             if inner is not outer:
@@ -80,24 +76,14 @@ def _check_not_nested(hits: Sequence[Hit], field: str) -> None:
 
 
 def _nothing_matches(pattern: str, root: nn.Module, by_path: dict[str, Hit], field: str) -> str:
-    """Say that *pattern* matches nothing, and what there is where it leaves the known names."""
-    wanted = pattern.split(".")
-    known = 0
-    while known < len(wanted) and any(_fits(p, ".".join(wanted[: known + 1])) for p in by_path):
-        known += 1
-    start = ".".join(wanted[:known])
-    depth = known + 1
-    names = [
-        path
-        for path in by_path
-        if path.count(".") + 1 == depth and (not known or _fits(path.rpartition(".")[0], start))
-    ]
-    hint = nearest(".".join(wanted[:depth]), names) or nearest(pattern, by_path) or ";"
-    listed = ", ".join(names[:_MAX_NAMES_IN_MESSAGE])
-    rest = len(names) - _MAX_NAMES_IN_MESSAGE
-    listed += f" and {rest} more" if rest > 0 else ""
-    there = f"{start!r} holds {listed or 'no modules'}" if known else f"it holds {listed}"
+    """Say that *pattern* matches nothing, and which names of as many components there are."""
+    depth = pattern.count(".")
+    alike = [path for path in by_path if path.count(".") == depth]
+    rest = len(alike) - _MAX_NAMES_IN_MESSAGE
+    listed = ", ".join(alike[:_MAX_NAMES_IN_MESSAGE]) + (f" and {rest} more" if rest > 0 else "")
+    hint = nearest(pattern, alike) or nearest(pattern, by_path) or "."
     return (
-        f"{field} names {pattern!r}, which matches no module of {class_name(root)}{hint} {there}. "
-        "Names are those of the model inside all wrappers; '*' stands for one component of a name."
+        f"{field} names {pattern!r}, which matches no module of {class_name(root)}{hint} Names of "
+        f"{depth + 1} components: {listed or 'none'}. Names are those of the model inside all "
+        "wrappers; '*' stands for one component of a name."
     )

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from hf_pyao.errors import NoLayersFoundError
-from hf_pyao.model.map.architectures import (
-    MODULE_MAPS,
-    ROLES,
-    ModuleMap,
-    module_map_of,
-    register_module_map,
-)
-from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.errors import ConfigError, NoLayersFoundError, nearest
+from hf_pyao.model.map.architectures import ModuleMap, module_map_of
+from hf_pyao.model.map.found_layers import FoundLayers, Roles
 from hf_pyao.model.map.layer_advice import no_layers_message
 from hf_pyao.model.map.layer_patterns import find_named_layers
-from hf_pyao.model.map.module_roles import (
-    check_roles,
-    resolve_selection,
-    resolve_selections,
-    role_of_submodules,
-)
 from hf_pyao.model.map.module_walk import CONTAINERS, Accept, Hit, is_called, outermost, stack_of
 from hf_pyao.model.map.role_inference import infer_by_layer
-from hf_pyao.model.map.wrappers import named_submodules, plain_path, unwrap_model
-
-__all__ = [
-    "MODULE_MAPS",
-    "ROLES",
-    "FoundLayers",
-    "ModuleMap",
-    "check_roles",
-    "find_layers",
-    "named_submodules",
-    "plain_path",
-    "register_module_map",
-    "resolve_selection",
-    "resolve_selections",
-    "role_of_submodules",
-    "unwrap_model",
-]
+from hf_pyao.model.map.wrappers import named_submodules, unwrap_model
 
 
 def find_layers(
@@ -50,9 +22,9 @@ def find_layers(
 ) -> FoundLayers:
     """Find the layers of *model*, wrapped or not.
 
-    Where *named* is empty, the module map of the architecture decides, if there is one. Otherwise
-    the layers are the outermost instances of transformers' ``GradientCheckpointingLayer``: the
-    blocks of a vision tower or an encoder count, the experts inside a layer do not.
+    Where *named* is empty, a registered module map of the architecture decides. Without one the
+    layers are the outermost instances of transformers' ``GradientCheckpointingLayer``: the blocks
+    of a vision tower or an encoder count, the experts inside a layer do not.
 
     Roles are those of the map. Where none says any, they are inferred layer by layer.
 
@@ -65,7 +37,7 @@ def find_layers(
     Raises:
         NoLayersFoundError: nothing was found; the message lists the module lists of the model and
             the calls that name the layers.
-        ConfigError: *named* cannot be layers.
+        ConfigError: *named* cannot be layers, or a layer lacks a path of its module map.
         ConflictError: the model is wrapped in ``nn.DataParallel``.
     """
     root = unwrap_model(model)
@@ -85,15 +57,35 @@ def find_layers(
     if not hits:
         raise NoLayersFoundError(no_layers_message(root, how, module_map))
     layers = tuple((hit.path, hit.module) for hit in hits)
-    roles = module_map.roles if module_map else {}
-    return FoundLayers(
-        layers=layers,
-        stack=stack_of(hits, root),
-        roles=roles,
-        inferred={} if roles else infer_by_layer(layers),
-        optional=module_map.optional if module_map else (),
-        how=how,
-    )
+    roles: Mapping[str, Roles]
+    if module_map is not None and module_map.roles:
+        roles = {fqn: _roles_of(module_map, fqn, layer) for fqn, layer in layers}
+    else:
+        roles = infer_by_layer(layers)
+    return FoundLayers(layers=layers, stack=stack_of(hits, root), roles=roles, how=how)
+
+
+def _roles_of(module_map: ModuleMap, fqn: str, layer: nn.Module) -> Roles:
+    """Return the map's roles in one layer, without optional paths that it lacks.
+
+    Another path must not be missing: a renamed module would silently turn its role into a selection
+    of nothing.
+    """
+    present = {path: None for path, _ in named_submodules(layer)}
+    for role, paths in module_map.roles.items():
+        for path in paths:
+            if path not in present and path not in module_map.optional:
+                raise ConfigError(
+                    f"layer {fqn!r} has no sub-module {path!r}, which its module map names for the "
+                    f"role {role!r}{nearest(path, present) or ';'} it has {', '.join(present)}. "
+                    "Correct the path with register_module_map, or list it in ModuleMap.optional "
+                    "if a layer may lack it.",
+                    key="selects-nothing",
+                )
+    return {
+        role: tuple(path for path in paths if path in present)
+        for role, paths in module_map.roles.items()
+    }
 
 
 def _element_of(suffixes: Sequence[str]) -> Accept:

@@ -6,8 +6,7 @@ Everything here works on ``parts``, path -> kind, and knows no architecture; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -20,9 +19,6 @@ Parts = Mapping[str, Kind]
 """Path inside a layer -> kind of the module there, in order of definition; without the layer
 itself, and without what is below a Linear layer (adapters)."""
 
-Owners = dict[str, str]
-"""Path -> role."""
-
 # [Note: How roles are inferred]
 # 1. A module that holds linear layers named like queries, keys and values is core_attn. The widest
 #    module around it that holds no part of an MLP is the attention's zone (BERT's ``attention``,
@@ -34,23 +30,6 @@ Owners = dict[str, str]
 # 4. A norm goes with the zone that it is in. Beside both, its name decides. One that serves
 #    attention and MLP alike (Cohere, Phi, Falcon, GPT-J) is attn_norm, and there is no mlp_norm.
 # What fits nothing has no role, and can be named by its path.
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Zones:
-    """Which parts of a layer are attention, experts and MLP."""
-
-    cores: tuple[str, ...]
-    """Modules that run attention itself."""
-    attention: tuple[str, ...]
-    """The zones around them."""
-    experts: tuple[str, ...]
-    ups: tuple[str, ...]
-    """Linear layers that go up, outside of attention and experts."""
-    above_attention: frozenset[str]
-    """Every module that has attention below it; ``""`` is the layer."""
-    above_mlp: frozenset[str]
-    """Every module that has a part of an MLP, or experts, below it."""
 
 
 def infer_by_layer(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, dict[str, Sequence[str]]]:
@@ -79,189 +58,133 @@ def parts_of(layer: nn.Module) -> dict[str, Kind]:
 
 def infer_roles(parts: Parts) -> dict[str, Sequence[str]]:
     """Return role -> paths for one layer, in the order of ``ROLES``; no path has two roles."""
-    zones = _zones_of(parts)
-    owners: Owners = {}
-    for assign in (_own_attention, _own_experts, _own_mlp, _own_norms, _own_dropouts):
-        for path, role in assign(parts, zones):
-            owners.setdefault(path, role)
-    ordered = {role: tuple(p for p in owners if owners[p] == role) for role in ROLES}
+    zones = _Zones(parts)
+    owners = {path: zones.role_of(path, kind) for path, kind in parts.items()}
+    ordered = {role: tuple(path for path in owners if owners[path] == role) for role in ROLES}
     return {role: paths for role, paths in ordered.items() if paths}
 
 
-def _zones_of(parts: Parts) -> _Zones:
-    experts = tuple(path for path in parts if is_named(path, names.EXPERTS))
-    qkv = [p for p in _linears(parts, names.QKV) if not _is_in(p, experts)]
-    # Rows of q, k and v that lie in the layer itself leave no module for core_attn.
-    cores = tuple(dict.fromkeys(_parent(path) for path in qkv))
-    ups = tuple(
-        path
-        for path in _linears(parts, names.MLP_UP)
-        if not _is_in(path, experts) and (not _parent(path) or _parent(path) not in cores)
-    )
-    above_mlp = frozenset(above for path in (*ups, *experts) for above in _above(path))
-    # Attention whose projections have other names, or are none: by its class.
-    above_qkv = {above for path in qkv for above in _above(path)}
-    others = [
-        path
-        for path, kind in parts.items()
-        if kind == "attention" and path not in above_qkv and path not in above_mlp
-    ]
-    others = [path for path in others if not _is_in(_parent(path), [*cores, *others])]
-    cores = tuple(core for core in (*cores, *others) if core)
-    return _Zones(
-        cores=cores,
-        attention=tuple(dict.fromkeys(_widest_outside(core, above_mlp) for core in cores)),
-        experts=experts,
-        ups=ups,
-        above_attention=frozenset(above for path in (*qkv, *others) for above in _above(path)),
-        above_mlp=above_mlp,
-    )
+class _Zones:
+    """Which parts of a layer are attention, experts and MLP.
+
+    Args:
+        parts: of the layer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.experts = [path for path in parts if is_named(path, names.EXPERTS)]
+        outside = {path: kind for path, kind in parts.items() if not _is_in(path, self.experts)}
+        self.qkv = _linears(outside, names.QKV)
+        # Rows of q, k and v that lie in the layer itself leave no module for core_attn.
+        cores = list(dict.fromkeys(map(_parent, self.qkv)))
+        self.ups = [
+            path
+            for path in _linears(outside, names.MLP_UP)
+            if not _parent(path) or _parent(path) not in cores
+        ]
+        self.above_mlp = _above(*self.ups, *self.experts)
+        # Attention whose projections have other names, or are none: by its class.
+        around = _above(*self.qkv) | self.above_mlp
+        others = [p for p, kind in parts.items() if kind == "attention" and p not in around]
+        others = [path for path in others if not _is_in(_parent(path), [*cores, *others])]
+        self.cores = [core for core in (*cores, *others) if core]
+        self.attention = [_widest_outside(core, self.above_mlp) for core in self.cores]
+        self.above_attention = _above(*self.qkv, *others)
+        downs = _linears(outside, names.MLP_DOWN) if self.ups else []
+        self.downs = [path for path in downs if not _is_in(path, self.attention)]
+        self.expert_ups = _linears({p: parts[p] for p in parts.keys() - outside}, names.MLP_UP)
+        self.blocks = [_parent(path) for path in self.experts]
+        around_ups = {_parent(path) for path in self.ups}
+        # An MLP: what holds a linear layer that goes up, and only that.
+        self.mlps = {path for path in around_ups if path not in ("", *self.above_attention)}
+        self.acts = {p for p in parts if parts[p] == "activation" and _parent(p) in around_ups}
+        self.norms = [path for path in outside if parts[path] == "norm"]
+        self.dropouts_behind = [
+            path
+            for path in outside
+            if parts[path] == "dropout"
+            and _parent(path) not in (*self.mlps, *self.above_attention)
+            and self._holds_mlp(_parent(path))
+        ]
+
+    def role_of(self, path: str, kind: Kind) -> str | None:
+        """Return the role of the part at *path*; None if it has none."""
+        block = _parent(path)
+        is_expert = _is_in(path, self.experts)
+        is_attention = _is_in(path, self.attention)
+        is_linear = kind == "linear"
+        is_act = kind == "activation" or path in map(_parent, self.expert_ups)
+        has_ups = any(_is_in(up, [path]) for up in self.expert_ups)
+        is_router = is_named(path, names.ROUTER) and block in self.blocks
+        cases = (
+            (path in self.qkv, "qkv_linear"),
+            (path in self.cores, "core_attn"),
+            (is_linear and is_attention and is_named(path, names.ATTN_PROJ), "attn_proj"),
+            (path in self.expert_ups, "expert_fc1"),
+            (is_linear and is_expert and is_named(path, names.MLP_DOWN), "expert_fc2"),
+            (path in self.experts and kind != "container" and not has_ups, "experts"),
+            (is_expert and is_act, "moe_act"),
+            # What the block saves itself is the weighing of what the experts return.
+            (is_router or path in {*self.blocks} - self.above_attention, "router"),
+            (path in self.ups, "mlp_up"),
+            (path in self.downs, "mlp_down"),
+            (path in self.mlps or path in self.acts, "mlp_act"),
+        )
+        for fits, role in cases:
+            if fits:
+                return role
+        if kind == "norm" and not is_expert:
+            return self._role_of_norm(path)
+        return self._role_of_dropout(path) if kind == "dropout" else None
+
+    def _role_of_norm(self, path: str) -> str | None:
+        block = _parent(path)
+        if _is_in(path, self.cores):
+            return "attn_norm" if is_named(path, names.WHOLE_BLOCK_NORM) else None
+        if _is_in(path, self.attention):
+            return "attn_norm"
+        if block and block not in self.above_attention:
+            return "mlp_norm" if block not in self.mlps and self._holds_mlp(block) else None
+        role = _role_beside_both(path, [norm for norm in self.norms if _parent(norm) == block])
+        above = {"attn_norm": self.above_attention, "mlp_norm": self.above_mlp}
+        return role if role is not None and block in above[role] else None
+
+    def _role_of_dropout(self, path: str) -> str | None:
+        is_last = is_named(path, names.RESIDUAL_DROPOUT)
+        if _is_in(path, self.attention):
+            return "attn_proj" if is_last or not _is_in(path, self.cores) else None
+        if is_named(path, names.ATTN_DROPOUT) and self.cores:
+            return "attn_proj"
+        if path in self.dropouts_behind or (is_named(path, names.MLP_DROPOUT) and self.ups):
+            return "mlp_down"
+        # Where another one is behind the MLP, the one inside is before the last product (T5).
+        is_last |= is_named(path, names.PLAIN_DROPOUT) and not self.dropouts_behind
+        return "mlp_down" if _parent(path) in self.mlps and is_last else None
+
+    def _holds_mlp(self, path: str) -> bool:
+        return path in self.above_mlp or any(_is_in(down, [path]) for down in self.downs)
 
 
-def _own_attention(parts: Parts, zones: _Zones) -> Iterator[tuple[str, str]]:
-    for path in _linears(parts, names.QKV):
-        if not _is_in(path, zones.experts):
-            yield path, "qkv_linear"
-    for path in zones.cores:
-        yield path, "core_attn"
-    for path in _linears(parts, names.ATTN_PROJ):
-        if _is_in(path, zones.attention):
-            yield path, "attn_proj"
-
-
-def _own_experts(parts: Parts, zones: _Zones) -> Iterator[tuple[str, str]]:
-    for experts in zones.experts:
-        inside = {path: kind for path, kind in parts.items() if _is_in(path, [experts])}
-        ups = list(_linears(inside, names.MLP_UP))
-        for path in ups:
-            yield path, "expert_fc1"
-        for path in _linears(inside, names.MLP_DOWN):
-            yield path, "expert_fc2"
-        if not ups and parts[experts] != "container":
-            yield experts, "experts"
-        expert_modules = {_parent(path) for path in ups}
-        for path, kind in inside.items():
-            if path in expert_modules or kind == "activation":
-                yield path, "moe_act"
-        block = _parent(experts)
-        for path in parts:
-            if _parent(path) == block and is_named(path, names.ROUTER):
-                yield path, "router"
-        # What the block saves itself is the weighing of what the experts return.
-        if block and block not in zones.above_attention:
-            yield block, "router"
-
-
-def _own_mlp(parts: Parts, zones: _Zones) -> Iterator[tuple[str, str]]:
-    for path in zones.ups:
-        yield path, "mlp_up"
-    if zones.ups:
-        for path in _downs(parts, zones):
-            yield path, "mlp_down"
-    modules = {_parent(path) for path in zones.ups}
-    for path in _mlps(zones):
-        yield path, "mlp_act"
-    for path, kind in parts.items():
-        if kind == "activation" and _parent(path) in modules:
-            yield path, "mlp_act"
-
-
-def _own_norms(parts: Parts, zones: _Zones) -> Iterator[tuple[str, str]]:
-    beside_both: dict[str, list[str]] = {}
-    mlps = _mlps(zones)
-    for path, kind in parts.items():
-        parent = _parent(path)
-        if kind != "norm" or _is_in(path, zones.experts):
-            continue
-        if _is_in(path, zones.cores):
-            if is_named(path, names.WHOLE_BLOCK_NORM):
-                yield path, "attn_norm"
-        elif _is_in(path, zones.attention):
-            yield path, "attn_norm"
-        elif parent and parent not in zones.above_attention:
-            if parent not in mlps and _holds_mlp(parent, parts, zones):
-                yield path, "mlp_norm"
-        else:
-            beside_both.setdefault(parent, []).append(path)
-    for parent, norms in beside_both.items():
-        for path, role in roles_of_norms(norms).items():
-            above = zones.above_attention if role == "attn_norm" else zones.above_mlp
-            if parent in above:
-                yield path, role
-
-
-def roles_of_norms(paths: Sequence[str]) -> dict[str, str]:
-    """Return path -> ``"attn_norm"`` or ``"mlp_norm"`` for the norms of one block, by their names.
+def _role_beside_both(path: str, norms: Sequence[str]) -> str | None:
+    """Return ``"attn_norm"`` or ``"mlp_norm"`` for one of a block's *norms*, by their names.
 
     ``post_attention_layernorm`` is of attention where nothing else is before attention (OLMo 2), or
     something else is before the MLP (Gemma 2); otherwise it is what is before the MLP (Llama).
     """
-    roles: dict[str, str] = {}
-    late = [path for path in paths if is_named(path, names.POST_ATTENTION_NORM)]
-    for path in paths:
-        if path not in late and is_named(path, names.MLP_NORM):
-            roles[path] = "mlp_norm"
-        elif path not in late and is_named(path, names.ATTN_NORM):
-            roles[path] = "attn_norm"
-    has_before_attention = "attn_norm" in roles.values()
-    has_before_mlp = any("pre_" in path for path, role in roles.items() if role == "mlp_norm")
-    for path in late:
-        is_before_mlp = has_before_attention and not has_before_mlp
-        roles[path] = "mlp_norm" if is_before_mlp else "attn_norm"
-    return roles
+    others = [norm for norm in norms if not is_named(norm, names.POST_ATTENTION_NORM)]
+    of_mlp = [norm for norm in others if is_named(norm, names.MLP_NORM)]
+    of_attention = [n for n in others if n not in of_mlp and is_named(n, names.ATTN_NORM)]
+    if path not in others:
+        is_before_mlp = of_attention and not any("pre_" in norm for norm in of_mlp)
+        return "mlp_norm" if is_before_mlp else "attn_norm"
+    return "mlp_norm" if path in of_mlp else "attn_norm" if path in of_attention else None
 
 
-def _own_dropouts(parts: Parts, zones: _Zones) -> Iterator[tuple[str, str]]:
-    mlps = _mlps(zones)
-    dropouts = [path for path, kind in parts.items() if kind == "dropout"]
-    behind = [
-        path
-        for path in dropouts
-        if _parent(path) not in (*mlps, *zones.above_attention)
-        and _holds_mlp(_parent(path), parts, zones)
-        and not _is_in(path, zones.experts)
-    ]
-    for path in dropouts:
-        is_last = is_named(path, names.RESIDUAL_DROPOUT)
-        if _is_in(path, zones.attention):
-            if is_last or not _is_in(path, zones.cores):
-                yield path, "attn_proj"
-        elif is_named(path, names.ATTN_DROPOUT) and zones.cores:
-            yield path, "attn_proj"
-        elif path in behind or (is_named(path, names.MLP_DROPOUT) and zones.ups):
-            yield path, "mlp_down"
-        elif _parent(path) in mlps and (
-            # Where another one is behind the MLP, the one inside is before the last product (T5).
-            is_last or (is_named(path, names.PLAIN_DROPOUT) and not behind)
-        ):
-            yield path, "mlp_down"
+def _linears(parts: Parts, patterns: tuple[str, ...]) -> list[str]:
+    return [path for path in parts if parts[path] == "linear" and is_named(path, patterns)]
 
 
-def _mlps(zones: _Zones) -> list[str]:
-    """Return the modules that are an MLP: what holds a linear layer that goes up, and only that."""
-    parents = dict.fromkeys(_parent(path) for path in zones.ups)
-    return [path for path in parents if path and path not in zones.above_attention]
-
-
-def _downs(parts: Parts, zones: _Zones) -> Iterator[str]:
-    for path in _linears(parts, names.MLP_DOWN):
-        if not _is_in(path, (*zones.attention, *zones.experts)):
-            yield path
-
-
-def _holds_mlp(parent: str, parts: Parts, zones: _Zones) -> bool:
-    return parent in zones.above_mlp or any(
-        _is_in(path, [parent]) for path in _downs(parts, zones) if zones.ups
-    )
-
-
-def _linears(parts: Parts, patterns: tuple[str, ...]) -> Iterator[str]:
-    for path, kind in parts.items():
-        if kind == "linear" and is_named(path, patterns):
-            yield path
-
-
-def _widest_outside(path: str, above_mlp: frozenset[str]) -> str:
+def _widest_outside(path: str, above_mlp: set[str]) -> str:
     """Return the outermost module around *path*, or *path*, that has no part of an MLP below."""
     while _parent(path) and _parent(path) not in above_mlp:
         path = _parent(path)
@@ -276,8 +199,11 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that *path* is inside of, the layer (``""``) last."""
-    while path:
-        path = _parent(path)
-        yield path
+def _above(*paths: str) -> set[str]:
+    """Return the paths of the modules that one of *paths* is inside of; the layer is ``""``."""
+    above: set[str] = set()
+    for path in paths:
+        while path:
+            path = _parent(path)
+            above.add(path)
+    return above

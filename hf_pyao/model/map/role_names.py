@@ -5,8 +5,9 @@ To teach hf_pyao a usual name, add it here: the patterns hold for every architec
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -56,7 +57,7 @@ EXPERTS = (r"experts",)
 ROUTER = (r"gate|router|\w+_gate|\w+_router",)
 
 POST_ATTENTION_NORM = (r"post_attention_(layer_?)?norm",)
-"""Stands before the MLP in Llama, after attention in Gemma 2 and OLMo 2; see ``roles_of_norms``."""
+"""Stands before the MLP in Llama, after attention in Gemma 2 and OLMo 2; see ``role_inference``."""
 MLP_NORM = (
     r"\w*(ff|ffn|mlp|feed_?forward|moe)_?(layer_?)?norm(_\d)?",
     r"ln_mlp|ln_2|\w*norm_?2",
@@ -84,10 +85,15 @@ def is_named(path: str, patterns: tuple[str, ...]) -> bool:
 
 def kind_of(module: nn.Module) -> Kind:
     """Say what *module* is, by the names of its class and base classes."""
-    if isinstance(module, CONTAINERS):
+    module_class: Any = type(module)
+    return _kind_of_class(module_class)
+
+
+@functools.cache
+def _kind_of_class(module_class: Any) -> Kind:
+    if issubclass(module_class, CONTAINERS):
         return "container"
-    classes = type(module).__mro__
-    bases = classes[: classes.index(nn.Module)]
+    bases = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
     for kind, pattern in _KIND_OF_CLASS:
         if any(re.search(pattern, cls.__name__) for cls in bases):
             return kind

@@ -26,7 +26,7 @@ def test_both_passes_take_the_loss_in_chunks() -> None:
         each.train()
         settings = ZerothOrderSettings(epsilon=EPSILON)
         with ZerothOrder(each, settings, head_loss=head_loss) as made:
-            made.head_loss._head_forward._chunk_tokens = 64
+            made.head_loss._sizes["chunk_tokens"] = 64
             ledger = MemoryLedger()
 
             def loss_of(model: nn.Module, ledger: MemoryLedger = ledger) -> torch.Tensor:

@@ -133,7 +133,7 @@ def test_a_loss_in_chunks_through_adapters_uploads_the_head_twice() -> None:
     config = PyAOConfig(**ENDS, head_loss="chunked")
     with attach(model, config, transport=transport) as offloader:
         handle: Any = offloader.head_loss
-        handle._head_forward._chunk_tokens = 3
+        handle._sizes["chunk_tokens"] = 3
         train(model, [[tiny_batch(0)]])
         assert handle.metrics()["head_loss_num_chunks"] > 3
         head = base_of(model).lm_head.base_layer.weight

@@ -53,17 +53,10 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
         name: (lambda x, name=name: getattr(operator, name)(x, 2))
         for name in ("iadd", "isub", "imul", "itruediv")
     },
-    "imul by a tensor": lambda x: operator.imul(x, torch.full((VOCAB,), 0.5)),
-    "ipow": lambda x: operator.ipow(x, 2),
     "mul_": lambda x: x.mul_(0.5),
-    "tanh_": lambda x: x.tanh_(),
-    "masked_fill_": lambda x: x.masked_fill_(torch.arange(VOCAB) == 3, -9.0),
     "functional": lambda x: F.relu(x, inplace=True),
-    "torch function": lambda x: torch.clamp_(x, max=0.5),
     "a slice": lambda x: x[:, 1:].mul_(0.5),
     "a slice of a slice": lambda x: x[:, 1:][:, :2].mul_(0.5),
-    "words of a slice": lambda x: x[:, 1:][..., 2:4].mul_(0.5),
-    "a view of a view": lambda x: x.view(-1, VOCAB)[2:9].mul_(0.5),
     "a flattened slice": lambda x: x[:2].flatten(0, 1).mul_(0.5),
     "a copy": lambda x: x[..., :-1, :].contiguous().mul_(0.5),
     "a masked copy": lambda x: x[LABELS > 2].mul_(0.5),
@@ -72,7 +65,6 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
     "contiguous already": lambda x: x.contiguous().mul_(0.5),
     "an element": setitem,
     "the data": lambda x: x.data.mul_(0.5),
-    "a detached one": lambda x: x.detach().mul_(0.5),
     "a row in a loop": lambda x: [x[i].mul_(0.5) for i in range(len(x))],
     "assigned data": assign_data,
 }

@@ -55,7 +55,7 @@ def test_float64_matches_the_models_own_loss(name: str) -> None:
     outputs, expected = assert_same_step(mine, own, 1e-12, **make_batch())
     assert handle.metrics()["head_loss_num_chunked"] == 1
     assert handle.metrics()["head_loss_num_chunks"] == 4
-    assert deferred(outputs).tensor is None
+    assert deferred(outputs).is_put_off
     assert torch.equal(outputs.logits, expected.logits)
 
 
@@ -168,21 +168,14 @@ def test_outputs_compute_logits_when_read_and_not_before() -> None:
     assert torch.equal(outputs[0], expected[0])
     assert torch.equal(outputs["loss"], expected["loss"])
     assert list(outputs.keys()) == list(expected.keys())
-    assert deferred(outputs).tensor is None, "keys, items and the loss compute nothing"
+    assert deferred(outputs).is_put_off, "keys, items and the loss compute nothing"
     assert handle.metrics()["head_loss_num_logits_read"] == 0
-    assert isinstance(outputs.logits, Tensor)
-    assert outputs.logits is outputs.logits
-    assert outputs.logits is outputs["logits"]
-    assert outputs.logits is outputs[1]
-    assert handle.metrics()["head_loss_num_logits_read"] == 1
+    for logits in (outputs.logits, outputs["logits"], outputs[1], outputs.to_tuple()[1]):
+        assert torch.equal(logits, expected.logits)
+    assert handle.metrics()["head_loss_num_logits_read"] == 1, "computed once"
     assert "something reads outputs.logits" in handle.describe()
-    assert torch.equal(outputs.logits, expected.logits)
-    for mine_item, own_item in zip(
-        mine(**batch).to_tuple()[:2], expected.to_tuple()[:2], strict=True
-    ):
-        assert torch.equal(mine_item, own_item)
     unpickled = pickle.loads(pickle.dumps(mine(**batch, use_cache=False)))
-    assert type(unpickled) is CausalLMOutputWithPast
+    assert type(unpickled.logits) is Tensor
     assert torch.equal(unpickled.logits, expected.logits)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_pyao.model.head.head_loss import install_head_loss
-from tests.helpers.head_loss_models import gradients, make_batch, make_model, pair
+from tests.helpers.head_loss_models import gradients, make_batch, pair
 
 NUM_THREADS = 3
 TIMEOUT_S = 60
@@ -128,28 +128,12 @@ def test_other_uses_of_the_model_meanwhile() -> None:
     assert handle.metrics()["head_loss_num_chunked"] == 1
 
 
-@pytest.mark.thorough
-def test_smoothing_is_of_the_thread_that_asked_for_it() -> None:
-    model = make_model("llama", torch.float64)
-    handle = install_head_loss(model, "chunked", chunk_tokens=16)
-    plain = model(**make_batch()).loss
-    with handle.smoothing(0.1) as smoothing:
-        smoothed = model(**make_batch()).loss
-        (other,) = in_threads(lambda i: model(**make_batch()).loss, 1)
-        with handle.smoothing(0.2):
-            assert not torch.equal(model(**make_batch()).loss, smoothed)
-        assert torch.equal(model(**make_batch()).loss, smoothed)
-    assert smoothing.applied
-    assert torch.equal(other, plain)
-    assert torch.equal(model(**make_batch()).loss, plain)
-
-
 def test_nothing_of_a_failed_forward_reaches_the_next() -> None:
     model, own = pair("llama", torch.float64)
     handle = install_head_loss(model, "chunked", chunk_tokens=16)
     loss_function = model.loss_function
     model.loss_function = lambda *args, **kwargs: 1 / 0
-    with pytest.raises(ZeroDivisionError), handle.smoothing(0.1):
+    with pytest.raises(ZeroDivisionError):
         model(**make_batch(), num_items_in_batch=7)
     model.loss_function = loss_function
     for _ in range(2):

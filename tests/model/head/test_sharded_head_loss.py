@@ -60,7 +60,7 @@ def most_rows_and_units(config: PyAOConfig) -> tuple[int, int, list[int]]:
         layer.mlp.register_forward_hook(count)
         layer.mlp.register_full_backward_hook(count)
     with (
-        mock.patch("hf_pyao.model.head.head_forward.default_budget_bytes", return_value=1),
+        mock.patch("hf_pyao.model.losses.cross_entropy.default_budget_bytes", return_value=1),
         attach(model, config),
         VocabularyRows(NUM_VOCAB) as rows,
     ):

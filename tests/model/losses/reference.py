@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.model.losses import Cast, LogitTransform, Scale, chunked_linear_cross_entropy, softcap
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
+from hf_pyao.model.losses.transforms import Cast, LogitTransform, Scale, softcap
 
 
 @dataclass(frozen=True)

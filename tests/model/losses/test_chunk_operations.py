@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.model.fake_cuda.cuda_choices import choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import can_trace_wide_products, operations_of_cuda
-from hf_pyao.model.losses import Cast, chunked_linear_cross_entropy
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
+from hf_pyao.model.losses.transforms import Cast
 
 NUM_VOCAB, HIDDEN, CHUNK = 704, 24, 64
 

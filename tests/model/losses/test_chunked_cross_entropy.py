@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.losses import Cast, Divide, Scale, chunked_linear_cross_entropy
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
+from hf_pyao.model.losses.transforms import Cast, Divide, Scale
 from tests.model.losses.reference import (
     Result,
     make_case,
@@ -277,12 +278,9 @@ def test_labels_outside_the_vocabulary_raise_as_in_cross_entropy() -> None:
     ("change", "message"),
     [
         ({"labels": torch.zeros(5, dtype=torch.int64)}, "one per token"),
-        ({"hidden": torch.zeros(24, 15)}, "15 columns and the head takes 16"),
-        ({"num_valid_vocab": 62}, "expected 1 to 61"),
         ({"reduction": "none"}, "unknown reduction 'none'"),
         ({"label_smoothing": 1.5}, "between 0 and 1"),
         ({"chunk_tokens": 0}, "1 token at least"),
-        ({"transforms": (0.5,)}, r"Scale\(0.5\)"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
@@ -324,7 +322,7 @@ def test_float16_logits_that_are_scaled_up_keep_finite_gradients(transform: Any)
     hidden = (torch.randn(9, 6, generator=generator) / 50).half().requires_grad_()
     weight = torch.randn(11, 6, generator=generator).half().requires_grad_()
     labels = torch.arange(9)
-    own = F.cross_entropy(transform.apply(F.linear(hidden, weight)).float(), labels)
+    own = F.cross_entropy(transform.forward(F.linear(hidden, weight))[0].float(), labels)
     steps = (transform, Cast(torch.float32))
     loss = chunked_linear_cross_entropy(hidden, weight, labels, transforms=steps)
     got = torch.autograd.grad(loss, [hidden, weight])

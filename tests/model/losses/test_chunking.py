@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.model.losses import choose_chunk_tokens
-from hf_pyao.model.losses.chunking import plan_chunks
+from hf_pyao.model.losses.chunking import choose_chunk_tokens, plan_chunks
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_pyao.model.gradient_buffer import GradientBuffer, has_wide_products, wide_product
-from hf_pyao.model.losses import Cast, chunked_linear_cross_entropy
 from hf_pyao.model.losses.chunking import plan_chunks
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
+from hf_pyao.model.losses.transforms import Cast
 from tests.gpu.device import no_host_waits
 from tests.model.losses.reference import (
     Case,

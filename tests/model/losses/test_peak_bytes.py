@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_pyao.model import gradient_buffer
-from hf_pyao.model.losses import Cast, LogitTransform, chunked_linear_cross_entropy, softcap
 from hf_pyao.model.losses.chunking import plan_chunks
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
+from hf_pyao.model.losses.transforms import Cast, LogitTransform, softcap
 from tests.helpers.ledger import AllocationLedger
 
 HIDDEN = 16

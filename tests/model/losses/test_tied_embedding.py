@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_pyao.model.losses import chunked_linear_cross_entropy
 from hf_pyao.model.losses import tied_embedding as tied_module
+from hf_pyao.model.losses.cross_entropy import chunked_linear_cross_entropy
 from hf_pyao.model.losses.tied_embedding import WaitingGradient, tie, tied_embedding
 from tests.helpers.ledger import AllocationLedger
 

@@ -1,4 +1,4 @@
-"""Roles of architectures that have no module map, against tables written by hand."""
+"""Roles of architectures, against tables written by hand."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.architectures import ROLES
-from hf_pyao.model.map.module_map import (
-    MODULE_MAPS,
-    FoundLayers,
-    check_roles,
-    find_layers,
-    named_submodules,
-    resolve_selections,
-)
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.module_roles import resolve_selections
 from hf_pyao.model.map.role_inference import infer_roles, parts_of
 from hf_pyao.model.map.role_names import Kind
 from tests.helpers import gradients_of
-from tests.helpers.role_tables import BEFORE_5, FIRST, LAST, SINCE_5
+from tests.helpers.role_tables import BEFORE_5, FIRST, GPT2_CROSS, LAST, SINCE_5
 from tests.model.map.models import VOCAB, build
 
 HAS_FUSED_EXPERTS = int(transformers.__version__.partition(".")[0]) >= 5
@@ -46,10 +40,7 @@ def cases(*model_types: str, thorough: tuple[str, ...] = ()) -> list[Any]:
 
 
 def expected_roles(model_type: str, found: FoundLayers) -> dict[str, Mapping[str, set[str]]]:
-    """Return layer fqn -> role -> paths, from the map or else the tables."""
-    if found.roles:
-        mapped = {role: set(paths) for role, paths in found.roles.items()}
-        return {fqn: mapped for fqn, _ in found.layers}
+    """Return layer fqn -> role -> paths, from the tables."""
     old = {} if HAS_FUSED_EXPERTS else BEFORE_5
     first = old.get(model_type, FIRST[model_type])
     last = LAST.get(model_type, first)
@@ -63,8 +54,6 @@ def expected_roles(model_type: str, found: FoundLayers) -> dict[str, Mapping[str
 @pytest.mark.parametrize("model_type", cases())
 def test_roles_are_those_of_the_table(model_type: str) -> None:
     found = find_layers(build(model_type))
-    assert found.roles == {}, "no map has a say here"
-    check_roles(found)
     expected = expected_roles(model_type, found)
     for fqn, _ in found.layers:
         roles = {role: set(paths) for role, paths in found.roles_of(fqn).items()}
@@ -72,14 +61,10 @@ def test_roles_are_those_of_the_table(model_type: str) -> None:
         assert list(found.roles_of(fqn)) == [role for role in ROLES if role in roles]
 
 
-@pytest.mark.parametrize("model_type", MODULE_MAPS)
-def test_inference_agrees_with_the_maps(model_type: str) -> None:
-    """The maps were written without the rules, and no rule is for one architecture."""
-    found = find_layers(build(model_type))
-    layer = found.layers[0][1]
-    present = {path for path, _ in named_submodules(layer)}  # some layers of GPTs lack a part
-    known = {role: present.intersection(paths) for role, paths in found.roles.items()}
-    assert {role: set(paths) for role, paths in infer_roles(parts_of(layer)).items()} == known
+def test_cross_attention_has_the_roles_of_attention() -> None:
+    layer = find_layers(build("gpt2", add_cross_attention=True)).layers[0][1]
+    inferred = {role: set(paths) for role, paths in infer_roles(parts_of(layer)).items()}
+    assert inferred == GPT2_CROSS
 
 
 # PEFT 0.21 reads a name that transformers 5.23 has renamed.
@@ -88,22 +73,22 @@ def test_lora_keeps_the_roles() -> None:
     import peft
 
     base = build("gemma2")
-    before = find_layers(base).inferred
+    before = find_layers(base).roles
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, lora_dropout=0.1)
     found = find_layers(peft.get_peft_model(base, config))
-    assert found.inferred == before
+    assert found.roles == before
     selected = resolve_selections(["mlp_down"], found)["model.layers.0"]
     assert "mlp.down_proj.lora_A.default" in selected
 
 
 def test_wrapped_parts_keep_the_roles() -> None:
     model = build("olmo2")
-    before = find_layers(model).inferred
+    before = find_layers(model).roles
     layer = model.get_submodule("model.layers.0")
     layer.mlp = checkpoint_wrapper(layer.mlp)
     layer.mlp.act_fn = checkpoint_wrapper(layer.mlp.act_fn)
     layer.input_layernorm = nn.Identity()  # of no use, and no norm
-    assert find_layers(model).inferred == before
+    assert find_layers(model).roles == before
 
 
 # ---- layouts that no model of this release has ----------------------------------------------------
@@ -302,7 +287,7 @@ ALIKE = ("gemma3_text", "granitemoe", "gptj", "mpt", "qwen3_moe", "stablelm")
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*fast path is not available")
-@pytest.mark.parametrize("model_type", [*cases(thorough=ALIKE), "opt", "gpt2", "llama"])
+@pytest.mark.parametrize("model_type", cases(thorough=ALIKE))
 def test_offloads_what_the_modules_of_a_role_save(model_type: str) -> None:
     model = build(model_type)
     found = find_layers(model)
@@ -346,25 +331,10 @@ def test_a_role_of_some_layers_is_no_name_in_the_others() -> None:
     found = FoundLayers(
         layers=(("0", model[0]), ("1", model[1])),
         stack=model,
-        inferred={"0": {"mlp_up": ("up",)}, "1": {"router": ("gate",)}},
+        roles={"0": {"mlp_up": ("up",)}, "1": {"router": ("gate",)}},
     )
     selected = resolve_selections(["router"], found)
     assert selected == {"0": frozenset(), "1": frozenset({"gate"})}
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (("gone",), r"layer '0' has no sub-module 'gone', .* for the role 'mlp_act'"),
-        (("list",), r"'mlp_act' was inferred to be 'list' of layer '0', a list of modules"),
-    ],
-)
-def test_inferred_roles_are_checked_when_attached(paths: tuple[str, ...], message: str) -> None:
-    block = _Block("up")
-    block.list = nn.ModuleList()
-    found = FoundLayers(layers=(("0", block),), stack=block, inferred={"0": {"mlp_act": paths}})
-    with pytest.raises(ConfigError, match=message):
-        check_roles(found)
 
 
 class _Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -17,19 +16,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
 from hf_pyao.model.map import architectures
-from hf_pyao.model.map.module_map import (
-    MODULE_MAPS,
-    FoundLayers,
-    ModuleMap,
-    check_roles,
-    find_layers,
-    named_submodules,
-    register_module_map,
-    resolve_selection,
-    resolve_selections,
-    role_of_submodules,
-    unwrap_model,
-)
+from hf_pyao.model.map.architectures import ModuleMap, register_module_map
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.module_roles import resolve_selections, role_of_submodules
+from hf_pyao.model.map.wrappers import named_submodules, unwrap_model
 from tests.model.map.models import GATED, HEADS, HIDDEN, INTERMEDIATE, build
 
 pytestmark = [
@@ -66,11 +57,6 @@ ARCHITECTURES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("bart", {"model.encoder.layers": 2, "model.decoder.layers": 3}, "BartModel"),
     ("t5", {"encoder.block": 2, "decoder.block": 2}, "T5ForConditionalGeneration"),
 )
-
-
-def mapped_layer(model_type: str, **overrides: Any) -> tuple[nn.Module, FoundLayers]:
-    found = find_layers(build(model_type, **overrides))
-    return found.layers[0][1], found
 
 
 class Block(nn.Module):
@@ -119,12 +105,7 @@ class TestArchitectures:
         assert [fqn for fqn, _ in found.layers] == expected
         assert all(model.get_submodule(fqn) is layer for fqn, layer in found.layers)
         assert type(found.stack).__name__ == stack_class
-        assert bool(found.roles) == (model_type in MODULE_MAPS)
-        assert bool(found.inferred) == (model_type not in MODULE_MAPS)
-        check_roles(found)
-
-    def test_every_module_map_is_tested(self) -> None:
-        assert set(MODULE_MAPS) <= {row[0] for row in ARCHITECTURES}
+        assert list(found.roles) == expected
 
     @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "bart"])
     def test_base_model_without_head(self, model_type: str) -> None:
@@ -205,8 +186,7 @@ class TestWrappers:
         assert unwrap_model(model) is base
         assert [layer for _, layer in found.layers] == layers
         assert found.layers[1][0] == "model.decoder.layers.1"
-        check_roles(found)
-        roles = role_of_submodules(layers[0], found.roles)
+        roles = role_of_submodules(layers[0], found.roles_of("model.decoder.layers.0"))
         assert roles["self_attn.q_proj.base_layer"] == "qkv_linear"
         assert roles["self_attn.q_proj.lora_A.default"] == "qkv_linear"
         assert roles["fc1.lora_B.default"] == "mlp_up"
@@ -226,13 +206,9 @@ class TestWrappers:
         assert [layer for _, layer in found.layers] == list(inner_stack.layers)
         assert all(hasattr(layer, "_orig_mod") for _, layer in found.layers)
         assert found.stack is model.model is not inner_stack
-        check_roles(found)
         wrapped = [path for path, _ in named_submodules(found.layers[0][1])]
         assert wrapped == ["", *names]
-        assert resolve_selection(["mlp_act"], found.layers[0][1], found.roles) == {
-            "mlp",
-            "mlp.act_fn",
-        }
+        assert resolve_selections(["mlp_act"], found)["model.layers.0"] == {"mlp", "mlp.act_fn"}
 
     @pytest.mark.thorough
     @pytest.mark.parametrize(  # by map, and by the general rule
@@ -247,7 +223,6 @@ class TestWrappers:
         layers[1] = checkpoint_wrapper(layers[1])
         found = find_layers(model)
         assert [layer for _, layer in found.layers] == list(layers)
-        check_roles(found)
 
     def test_deepspeed_engine_outside_compile_and_lora(self) -> None:
 
@@ -316,7 +291,6 @@ class TestWrappers:
         assert unwrap_model(model) is base
         assert [fqn for fqn, _ in found.layers] == [f"model.decoder.layers.{i}" for i in (0, 1)]
         assert all(isinstance(layer, FullyShardedDataParallel) for _, layer in found.layers)
-        check_roles(found)
 
     @pytest.mark.distributed
     @pytest.mark.usefixtures("one_rank")
@@ -360,7 +334,7 @@ class TestRegistration:
         assert [fqn for fqn, _ in found.layers] == [f"body.blocks.{i}" for i in range(3)]
         assert found.stack is model
         assert found.how == "explicit map for 'PlainModel'"
-        assert found.roles == {}
+        assert found.all_roles == {}
 
     def test_sequential_of_layers_is_not_the_stack(self) -> None:
         class Net(nn.Module):
@@ -402,12 +376,9 @@ class TestRegistration:
         register_module_map("Derived", ModuleMap(layers=("heads",)))
         assert [fqn for fqn, _ in find_layers(Derived()).layers] == ["heads.0", "heads.1"]
 
-    def test_registered_map_wins_over_the_built_in_one(self) -> None:
-        register_module_map(
-            "llama", dataclasses.replace(MODULE_MAPS["llama"], roles={"all": ("mlp",)}, optional=())
-        )
-        found = find_layers(build("llama"))
-        assert found.roles == {"all": ("mlp",)}
+    def test_a_map_wins_over_what_is_inferred(self) -> None:
+        register_module_map("llama", ModuleMap(layers=("layers",), roles={"all": ("mlp",)}))
+        assert find_layers(build("llama")).all_roles == {"all": ("mlp",)}
 
     @pytest.mark.parametrize("architecture", ["", "  ", None, PlainModel])
     def test_bad_architecture(self, architecture: Any) -> None:
@@ -418,11 +389,11 @@ class TestRegistration:
         ("values", "message"),
         [
             ({"layers": "decoder.layers"}, "expected a list or tuple"),
-            ({"layers": ()}, "layers is empty"),
+            ({"layers": ()}, "at least one path"),
             ({"layers": ("decoder.*",)}, "without wildcards"),
             ({"layers": ("h",), "roles": {"mlp_up": "mlp"}}, "expected a list or tuple"),
             ({"layers": ("h",), "roles": {"mlp.up": ("mlp",)}}, "no role name"),
-            ({"layers": ("h",), "roles": [("mlp_up", ("mlp",))]}, "expected a dict"),
+            ({"layers": ("h",), "roles": [("mlp_up", ("mlp",))]}, "and a dict"),
             (
                 {"layers": ("h",), "roles": {"mlp_up": ("mlp",), "mlp_act": ("mlp",)}},
                 "'mlp_up' and 'mlp_act'",
@@ -439,7 +410,8 @@ class TestRegistration:
         code = (
             "import sys\n"
             "from torch import nn\n"
-            "from hf_pyao.model.map.module_map import *\n"
+            "from hf_pyao.model.map.architectures import ModuleMap, register_module_map\n"
+            "from hf_pyao.model.map.module_map import find_layers\n"
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
             "        super().__init__()\n"
@@ -458,107 +430,89 @@ class TestRegistration:
         assert done.returncode == 0, done.stderr
 
 
-class TestRoles:
-    @pytest.mark.parametrize("model_type", sorted(MODULE_MAPS))
-    def test_paths_partition_the_submodules(self, model_type: str) -> None:
-        overrides = {"add_cross_attention": True} if model_type.startswith("gpt2") else {}
-        layer, found = mapped_layer(model_type, **overrides)
-        by_path = role_of_submodules(layer, found.roles)
-        everything = {path for path, _ in layer.named_modules() if path}
-        assert set(by_path) == everything
-        parts = {role: resolve_selection([role], layer, found.roles) for role in found.roles}
-        assert all(parts.values())
-        assert sum(len(part) for part in parts.values()) == len(everything)
+def llama_with(**map_: Any) -> FoundLayers:
+    """Find the layers of a Llama whose second one has no activation module, by a map of roles."""
+    model = build("llama")
+    del model.model.layers[1].mlp.act_fn  # as Liger's MLP
+    register_module_map("llama", ModuleMap(layers=("layers",), **map_))
+    return find_layers(model)
 
+
+class TestRoles:
     @pytest.mark.parametrize(
         ("model_type", "role", "paths"),
         [
             ("opt", "core_attn", {"self_attn"}),
-            ("opt", "mlp_act", {"activation_fn"}),
             ("gpt2", "core_attn", {"attn", "attn.attn_dropout"}),
-            ("gpt2", "attn_proj", {"attn.c_proj", "attn.resid_dropout"}),
-            ("gpt2", "mlp_down", {"mlp.c_proj", "mlp.dropout"}),
-            ("llama", "mlp_act", {"mlp", "mlp.act_fn"}),
-            ("llama", "mlp_up", {"mlp.gate_proj", "mlp.up_proj"}),
             ("qwen3", "core_attn", {"self_attn", "self_attn.q_norm", "self_attn.k_norm"}),
         ],
     )
     def test_a_role_takes_what_no_other_role_claims(
         self, model_type: str, role: str, paths: set[str]
     ) -> None:
-        layer, found = mapped_layer(model_type)
-        assert resolve_selection([role], layer, found.roles) == paths
+        found = find_layers(build(model_type))
+        assert all(each == paths for each in resolve_selections([role], found).values())
 
     def test_missing_path_is_named(self) -> None:
-        found = find_layers(build("llama"))
-        bad = {**found.roles, "mlp_up": ("mlp.gate_proj", "mlp.up_prj")}
         with pytest.raises(ConfigError) as error:
-            check_roles(dataclasses.replace(found, roles=bad))
+            llama_with(roles={"mlp_up": ("mlp.gate_proj", "mlp.up_prj")})
         text = str(error.value)
         for part in ("'model.layers.0'", "'mlp.up_prj'", "'mlp_up'", "did you mean 'mlp.up_proj'"):
             assert part in text
 
     def test_optional_path_may_be_missing(self) -> None:
-        model = build("llama")
-        del model.model.layers[1].mlp.act_fn  # as Liger's MLP
-        found = find_layers(model)
-        check_roles(found)
+        roles = {"mlp_act": ("mlp", "mlp.act_fn")}
+        found = llama_with(roles=roles, optional=("mlp.act_fn",))
+        assert found.roles_of("model.layers.0") == roles
+        assert found.roles_of("model.layers.1") == {"mlp_act": ("mlp",)}
         with pytest.raises(ConfigError, match=r"'model.layers.1' has no sub-module 'mlp.act_fn'"):
-            check_roles(dataclasses.replace(found, optional=()))
+            llama_with(roles=roles)
 
     @pytest.mark.parametrize("word_embed_proj_dim", [HIDDEN, 16])
     def test_opt_350m_style(self, word_embed_proj_dim: int) -> None:
         model = build("opt", do_layer_norm_before=False, word_embed_proj_dim=word_embed_proj_dim)
-        check_roles(find_layers(model))
+        assert find_layers(model).all_roles.keys() >= {"attn_norm", "mlp_norm", "mlp_act"}
+
+
+def select(model_type: str, *names: str) -> frozenset[str]:
+    """Return what *names* select in the first layer."""
+    found = find_layers(build(model_type))
+    return resolve_selections(names, found)[found.layers[0][0]]
 
 
 class TestSelection:
     def test_path_takes_everything_below(self) -> None:
-        layer, found = mapped_layer("llama")
-        below = {path for path, _ in layer.named_modules() if path.split(".")[0] == "mlp"}
-        assert resolve_selection(["mlp"], layer, found.roles) == below
-        assert len(below) == 5
+        below = {
+            "mlp",
+            *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")),
+        }
+        assert select("llama", "mlp") == below
 
     def test_wildcards_roles_and_paths_together(self) -> None:
-        layer, found = mapped_layer("llama")
-        selected = resolve_selection(["self_attn.[qk]_proj", "mlp_norm"], layer, found.roles)
+        selected = select("llama", "self_attn.[qk]_proj", "mlp_norm")
         assert selected == {"self_attn.q_proj", "self_attn.k_proj", "post_attention_layernorm"}
 
     def test_star_is_the_whole_layer_and_dot_the_layer_itself(self) -> None:
-        layer, found = mapped_layer("opt")
-        everything = {path for path, _ in layer.named_modules()}
-        assert resolve_selection(["*"], layer, found.roles) == everything
-        assert resolve_selection(["."], layer, found.roles) == {""}
+        layer = find_layers(build("opt")).layers[0][1]
+        assert select("opt", "*") == {path for path, _ in layer.named_modules()}
+        assert select("opt", ".") == {""}
 
     @pytest.mark.parametrize(
         ("name", "parts"),
         [
-            ("mlp_atc", ["did you mean 'mlp_act'", "known roles: attn_norm,", "mlp.gate_proj"]),
+            ("mlp_atc", ["did you mean 'mlp_act'", "Known roles: attn_norm,", "mlp.gate_proj"]),
             ("self_attn.qproj", ["did you mean 'self_attn.q_proj'"]),
             ("self_attn.z*", ["selects nothing", "self_attn.o_proj"]),
             ("model.layers.3.mlp", ["relative to a layer", "write 'mlp'"]),
             ("model.layers.*.self_attn.q_proj", ["write 'self_attn.q_proj'"]),
-            ("router", ["selects nothing", "has no such role", "known roles"]),
-            ("moe_act", ["has no such role; did you mean 'mlp_act'?", "mlp.gate_proj"]),
+            ("moe_act", ["did you mean 'mlp_act'?", "mlp.gate_proj"]),
         ],
     )
     def test_unknown_names(self, name: str, parts: list[str]) -> None:
         with pytest.raises(ConfigError) as error:
-            resolve_selection(["mlp_up", name], *_llama_layer())
+            select("llama", "mlp_up", name)
         for part in (name, *parts):
             assert part in str(error.value)
-
-    def test_roles_are_those_of_a_map_or_else_inferred(self) -> None:
-        assert find_layers(build("llama")).inferred == {}
-        layer, found = mapped_layer("gemma2")
-        roles = found.roles_of("model.layers.0")
-        assert resolve_selection(["mlp_act"], layer, roles) == {"mlp", "mlp.act_fn"}
-        assert resolve_selection(["mlp.act_fn"], layer, roles) == {"mlp.act_fn"}
-
-    def test_role_whose_modules_are_absent(self) -> None:
-        layer, _ = mapped_layer("llama")
-        with pytest.raises(ConfigError, match=r"stands for \['gone'\], none of which is in the"):
-            resolve_selection(["mlp_act"], layer, {"mlp_act": ("gone",)})
 
     def test_layers_may_differ(self) -> None:
         found = find_layers(build("bart"))
@@ -569,8 +523,3 @@ class TestSelection:
         assert {path.split(".")[0] for path in cross} == {"encoder_attn"}
         with pytest.raises(ConfigError, match=r"any of the 5 layers; did you mean 'fc1'"):
             resolve_selections(["fc1", "fc11"], found)
-
-
-def _llama_layer() -> tuple[nn.Module, Any]:
-    layer, found = mapped_layer("llama")
-    return layer, found.roles

@@ -83,8 +83,8 @@ def test_names_and_patterns(patterns: tuple[str, ...], names: str) -> None:
     ("patterns", "error", "message"),
     [
         (("frist",), NoLayersFoundError, r"'frist', .*no module of Net; did you mean 'first'"),
-        (("stages.*.5",), NoLayersFoundError, r"'stages.\*' holds stages.0.0, stages.0.1"),
-        (("stage.*",), NoLayersFoundError, r"it holds last, stages, first, alias"),
+        (("stages.*.5",), NoLayersFoundError, r"of 3 components: stages.0.0, stages.0.1"),
+        (("stage.*",), NoLayersFoundError, r"did you mean 'stages.[01]'\? Names of 2 components"),
         (("first", "lsat"), ConfigError, r"'lsat', which matches no module .*mean 'last'"),
         (("stages",), ConfigError, r"'stages', a ModuleList: .* Write 'stages.\*'"),
         (("stages.*",), ConfigError, r"'stages.0', a ModuleList: .* Write 'stages.0.\*'"),
@@ -99,13 +99,14 @@ def test_what_cannot_be_layers(
         find_layers(Net(), patterns)
 
 
-def test_roles_hold_where_the_named_layers_are_those_of_the_map() -> None:
-    model = tiny_model("llama")
+def test_roles_of_a_map_hold_where_the_named_layers_are_its_own() -> None:
+    model, roles = tiny_model("llama"), {"act": ("mlp.act_fn",)}
+    register_module_map("llama", ModuleMap(layers=("layers",), roles=roles))
     some = find_layers(model, ("model.layers.0", "model.layers.2"))
-    assert some.roles == find_layers(model).roles != {}
-    assert find_layers(model, ("model.layers.*.mlp",)).roles == {}
+    assert some.all_roles == find_layers(model).all_roles == roles
+    assert "act" not in find_layers(model, ("model.layers.*.mlp",)).all_roles
     config = dataclasses.replace(
-        EVERYTHING, layers=("model.layers.0",), policy="modules", modules=("mlp_act",)
+        EVERYTHING, layers=("model.layers.0",), policy="modules", modules=("act",)
     )
     with attach(model, dataclasses.replace(config, keep_last_layers=0)) as offloader:
         model(**tiny_batch()).loss.backward()
@@ -160,13 +161,12 @@ def xlm() -> nn.Module:
 
 
 # None of these has layers of transformers' class. Funnel keeps them in lists of lists, XLM
-# in one list for each part of a layer, and SqueezeBERT calls `layer.forward`.
-WITHOUT_KNOWN_LAYERS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
-    "funnel": (funnel, 4, True),
-    "squeezebert": (squeezebert, 8, False),
-    "xlm": (xlm, 4, True),
+# in one list for each part of a layer.
+WITHOUT_KNOWN_LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "funnel": (funnel, 4),
+    "xlm": (xlm, 4),
 }
-"""Name -> model, how many layers the advice leads to, whether it shows a module map too."""
+"""Name -> model, and how many layers the advice leads to."""
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", WITHOUT_KNOWN_LAYERS)
 def test_the_advice_works_when_it_is_pasted(name: str) -> None:
-    make, num_layers, has_map = WITHOUT_KNOWN_LAYERS[name]
+    make, num_layers = WITHOUT_KNOWN_LAYERS[name]
     torch.manual_seed(0)
     model = make().train()
     with pytest.raises(NoLayersFoundError) as error:
@@ -190,10 +190,8 @@ def test_the_advice_works_when_it_is_pasted(name: str) -> None:
     layers = eval(advised, {"PyAOConfig": PyAOConfig}).layers
     configs = [dataclasses.replace(EVERYTHING, layers=layers)]
     code = re.findall(r"^  (from hf_pyao .*|register_module_map.*)$", text, re.MULTILINE)
-    assert bool(code) == has_map
-    if has_map:
-        exec("\n".join(code), {})
-        configs.append(EVERYTHING)
+    exec("\n".join(code), {})
+    configs.append(EVERYTHING)
     for config in configs:
         ours = copy.deepcopy(model)
         with attach(ours, config) as offloader:
