@@ -104,5 +104,5 @@ class Keeper:
             hidden: the input of such a segment.
             num_segments: how many come.
         """
-        reserved_bytes, link = num_segments * hidden.nbytes, self._engine.link
-        return SeenAttention(self.rules, lambda nbytes: link.has_room(nbytes + reserved_bytes))
+        reserved_bytes, tiers = num_segments * hidden.nbytes, self._engine.link.tiers
+        return SeenAttention(self.rules, lambda nbytes: tiers.has_room(nbytes + reserved_bytes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,6 @@ from hf_pyao.engine.runtime.observer import Observer, Observers
 from hf_pyao.engine.runtime.packing import Packer
 from hf_pyao.engine.runtime.parameters import FrozenShapes, is_parameter
 from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
-from hf_pyao.engine.runtime.recomputation import Recomputer
 from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.runtime.saved_tensor import Handle, SavedTensor
 from hf_pyao.engine.runtime.streamed_weights import StreamedWeights
@@ -33,6 +33,9 @@ from hf_pyao.engine.transfer.profiler_ranges import named_range
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import EffectLedger
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.recomputer import LayerRecomputer
 
 
 class OffloadEngine:
@@ -54,7 +57,7 @@ class OffloadEngine:
         policy: Policy,
         codec: Codec,
         link: LinkContext,
-        recomputer: Recomputer | None = None,
+        recomputer: LayerRecomputer | None = None,
         backward_order: BackwardOrder | None = None,
         buffer_keys: Callable[[], Container[int]] = frozenset,
         enters_always: bool = False,
@@ -164,7 +167,7 @@ class OffloadEngine:
 
         Holds for all engines that share the link.
         """
-        self.link.wait_for_every_copy()
+        self.link.set_limit(0)
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.
@@ -264,7 +267,7 @@ class OffloadEngine:
 
     def _trace(
         self,
-        recomputer: Recomputer,
+        recomputer: LayerRecomputer,
         call: LayerCall,
         reason_not_traceable: Callable[[], str | None],
     ) -> None:
@@ -315,11 +318,13 @@ class OffloadEngine:
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
         self._close(call)
-        call.settle()
+        for ref in call.put_off:
+            if (record := ref()) is not None:
+                self.mover.settle(record)
         if self.observer is not None:
             self.observer.on_module(call.fqn, "", "forward", is_start=False)
         with named_range("layer_end", call.fqn):
-            self.link.offloads.layer_end()
+            self.link.layer_end()
 
         unpacker = self.unpacker
 
@@ -337,7 +342,7 @@ class OffloadEngine:
         """Close *call*, whose forward failed. What it saved goes as its graph goes."""
         call.tape.fail()
         self._close(call)
-        self.link.offloads.drain()
+        self.link.drain()
 
     def _close(self, call: LayerCall) -> None:
         """End what goes on in *call*; it may be called again, also where it was interrupted."""
@@ -446,7 +451,7 @@ class OffloadEngine:
 
     def release_done(self) -> None:
         """Let go of device copies that have left; for moments in which nothing else would."""
-        self.link.offloads.release_done()
+        self.link.release_done()
 
     def note_passed_over(self, reason: str) -> None:
         """Note why hooks stayed off in a layer call."""

@@ -30,13 +30,12 @@ from hf_pyao.engine.runtime.saved_tensor import (
     SavedStorage,
     SavedTensor,
     WatchedStorage,
-    kept_as_it_is,
     whole_source,
 )
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
-from hf_pyao.engine.transfer.compute_streams import OTHER_STREAM, visitor_of
+from hf_pyao.engine.transfer.compute_streams import OTHER_STREAM
 from hf_pyao.engine.transfer.layout import (
     PLAIN_DTYPES,
     SUBCLASS,
@@ -144,7 +143,7 @@ class Packer(HookSide):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.buffer_keys:
-            return kept_as_it_is(tensor, call, call.layer.unnamed(call.paths[-1]))
+            return _kept(tensor, call, call.layer.unnamed(call.paths[-1]))
         if self._notes_shapes:
             call.saved_shapes.add(tuple(tensor.shape))
         entries = call.table.entries.get(key)
@@ -175,7 +174,8 @@ class Packer(HookSide):
         key = cast_key(tensor, source)
         ref = None if key is None else call.casts.get(key)
         record = ref() if ref is not None else None
-        if isinstance(record, SavedStorage) and record.is_equal_here(nbytes):
+        is_elsewhere = call.tape.has_streams and call.tape.is_elsewhere(tensor.device)
+        if record is not None and record.nbytes == nbytes and not is_elsewhere:
             self._decide(call, call.next_entry(nbytes, tensor.dtype), DUPLICATE)
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
@@ -200,21 +200,19 @@ class Packer(HookSide):
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         if type(entries) is Slot:
-            return kept_as_it_is(tensor, call, entries)
+            return _kept(tensor, call, entries)
         several: list[Entry] = entries  # type: ignore[assignment]
         recomputation = call.recomputation
         if recomputation is not None and recomputation.was_written(tensor):
             several.clear()  # they stand for what it held before
-        elsewhere: WatchedStorage | None = None
         for entry in several:
             if isinstance(entry, Slot):
-                return kept_as_it_is(tensor, call, entry)
+                return _kept(tensor, call, entry)
             record: WatchedStorage | None = entry()
             if record is None or record.version != version:
                 continue
-            if record.home is not None and visitor_of(record.home) is not None:
-                elsewhere = record
-                continue
+            if record.home is not None and call.tape.is_elsewhere(tensor.device):
+                return self._keep(call, tensor, tensor.untyped_storage(), record.slot, OTHER_STREAM)
             shares_counter = record.shares_counter_with(tensor)
             layout = record.layout
             if not (layout.is_of(tensor) and (shares_counter or not version)):
@@ -229,8 +227,6 @@ class Packer(HookSide):
             ):
                 record.renew(tensor)
             return SavedTensor(record, layout, call)
-        if elsewhere is not None:
-            return self._keep(call, tensor, tensor.untyped_storage(), elsewhere.slot, OTHER_STREAM)
         return None
 
     # ---- what is new ---------------------------------------------------------------------------
@@ -418,7 +414,7 @@ class Packer(HookSide):
         if reason is not None:
             call.stats.kept_bytes[reason] += slot.nbytes
         call.table.add_kept(storage, slot)
-        kept = kept_as_it_is(tensor, call, slot)
+        kept = _kept(tensor, call, slot)
         if reason is OTHER_STREAM:
             call.fork()
         if call.recomputation is not None and not call.is_forked:
@@ -442,15 +438,15 @@ class Packer(HookSide):
         codec = decision.codec or self._codec
         if not codec.is_lossless and (self._packs_parts or self._is_row_statistic(call, tensor)):
             codec = self._exact
-        mover = self._mover
-        moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
-        if moved is None:
+        record = SavedStorage(self._mover, call, slot, tensor, layout)
+        if not self._mover.offload(record, codec):
             return self._keep(call, tensor, storage, slot, None)
-        record = SavedStorage(call, slot, tensor, moved, mover)
         ref = weakref.ref(record)
-        call.add(ref, moved)
+        call.records.append(ref)
+        if record.late_codec is not None:
+            call.put_off.append(ref)
         call.table.add(storage, ref)
-        if call.recomputation is not None and moved.is_whole and not call.is_forked:
+        if call.recomputation is not None and record.is_whole and not call.is_forked:
             call.recomputation.note_stored(storage, tensor, record)
         return SavedTensor(record, layout, call)
 
@@ -484,7 +480,7 @@ class Packer(HookSide):
         parts = None if call.recomputation is not None else flatten(tensor)
         if parts is None:
             return self._keep_unmovable(call, tensor, SUBCLASS)
-        flattening, inner, counter = parts
+        flattening, inner = parts
         call.stats.num_packs -= 1  # its parts are counted
         outer, self._packs_parts = self._packs_parts, True
         try:
@@ -492,7 +488,7 @@ class Packer(HookSide):
         finally:
             self._packs_parts = outer
         slot = call.layer.unnamed(call.paths[-1])
-        return FlattenedTensor(flattening, handles, counter, call, slot)
+        return FlattenedTensor(flattening, handles, call, slot)
 
     def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
         nbytes = nbytes_of(tensor) if has_storage(tensor) else 0
@@ -503,7 +499,12 @@ class Packer(HookSide):
         decision = self._decide(call, entry, reason)
         if self.observer is not None:
             self.observer.on_slot(entry.slot, reason, decision)
-        return kept_as_it_is(tensor, call, entry.slot)
+        return _kept(tensor, call, entry.slot)
+
+
+def _kept(tensor: torch.Tensor, call: LayerCall, slot: Slot) -> KeptTensor:
+    """Return the handle of *tensor*, which stays on the device, saved by *call* as *slot*."""
+    return KeptTensor(tensor.detach(), tensor._version, call, slot)
 
 
 _KEEP_SHARED = Keep(SHARED_BY_LAYERS)

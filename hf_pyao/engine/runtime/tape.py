@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,33 +15,14 @@ from hf_pyao.engine.runtime.equal_casts import CastKey
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.parameters import FrozenShapes
 from hf_pyao.engine.runtime.policy import Decision, Policy
-from hf_pyao.engine.runtime.recomputation import Recomputation
 from hf_pyao.engine.runtime.slots import ANCHOR, NO_SLOT, SHARED, Slot
 from hf_pyao.engine.transfer.compute_streams import current_stream, streams_now
 from hf_pyao.engine.transfer.graph_task import NO_TASK
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.metrics import MicroBatchStats
 
-
-class Record(Protocol):
-    """What a layer call knows of a saved storage that was moved."""
-
-    @property
-    def moved(self) -> MovedBytes:
-        """Where its bytes are."""
-        ...
-
-    def settle(self) -> None:
-        """Queue its copy to the host, if that was put off."""
-        ...
-
-    def wait(self) -> None:
-        """Order compute behind its reload, if one is under way."""
-        ...
-
-    def drop_device_copy(self) -> None:
-        """Let go of what was brought back."""
-        ...
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.recomputer import CallRecomputation
+    from hf_pyao.engine.runtime.saved_tensor import SavedStorage
 
 
 class SlotEntry:
@@ -106,7 +87,7 @@ class Layer:
 class LayerCall:
     """One execution of a layer. Everything is keyed by it, never by the layer's name."""
 
-    recomputation: Recomputation | None = None
+    recomputation: CallRecomputation | None = None
     """What of it is traced, dropped and rebuilt; None if nothing is."""
     cast_input: torch.Tensor | None = None
     """Input of the projection that runs, which autocast casts for it."""
@@ -162,14 +143,15 @@ class LayerCall:
         """Stack of the sub-modules that are running."""
         self.entries = layer.entries(is_last_run)
         """Slots saved so far, and behind them what the call before saved besides."""
-        self.records: list[weakref.ref[Record]] = []
+        self.records: list[weakref.ref[SavedStorage]] = []
         """What was moved, in the order of packing."""
-        self.casts: dict[CastKey, weakref.ref[Record]] = {}
+        self.casts: dict[CastKey, weakref.ref[SavedStorage]] = {}
         """Casts of projections' inputs that were moved, until its forward ends."""
         self.saved_shapes: set[tuple[int, ...]] = set()
         """Shapes of what was saved so far, kept where a lossy codec must know statistics by
         shape."""
-        self._put_off: list[weakref.ref[Record]] = []
+        self.put_off: list[weakref.ref[SavedStorage]] = []
+        """Those whose copies are queued as the layer ends."""
         self._anchors: dict[int, Slot] = {}
         self._num_apart: dict[tuple[str, str], int] = {}
 
@@ -180,7 +162,7 @@ class LayerCall:
 
     # ---- its forward ---------------------------------------------------------------------------
 
-    def recompute_with(self, recomputation: Recomputation) -> None:
+    def recompute_with(self, recomputation: CallRecomputation) -> None:
         """Trace what is saved from here on."""
         self.recomputation = recomputation
 
@@ -249,12 +231,6 @@ class LayerCall:
         """Say whether autograd saves storage *key*, an anchor so far, for the first time now."""
         return bool(self._anchors) and self._anchors.pop(key, None) is not None
 
-    def add(self, record: weakref.ref[Any], moved: MovedBytes) -> None:
-        """Take *record* in, of what was *moved*."""
-        self.records.append(record)
-        if moved.late_codec is not None:
-            self._put_off.append(record)
-
     def close(self) -> None:
         """End its forward. It may be called again, also where it was interrupted."""
         if self.is_open:
@@ -265,14 +241,6 @@ class LayerCall:
         self.cast_input = None
         self.casts.clear()  # their keys hold the graph, which holds the call
 
-    def settle(self) -> None:
-        """Queue the copies that were put off to the end of the layer."""
-        for ref in self._put_off:
-            record = ref()
-            if record is not None:
-                record.settle()
-        self._put_off.clear()
-
     # ---- its backward --------------------------------------------------------------------------
 
     def start_backward(self, task: int) -> None:
@@ -280,7 +248,7 @@ class LayerCall:
         self.backward_task = task
         self.tape.start_backward()
 
-    def live_records(self) -> list[Record]:
+    def live_records(self) -> list[SavedStorage]:
         """Return the storages that some graph node may still ask for, in pack order."""
         return [record for ref in self.records if (record := ref()) is not None]
 
@@ -402,12 +370,12 @@ class Tape:
             if (call := ref()) is not None:
                 yield call
 
-    def live_records(self) -> Iterator[Record]:
+    def live_records(self) -> Iterator[SavedStorage]:
         """Yield the storages that some graph node may still ask for."""
         for call in self.live_calls():
             yield from call.live_records()
 
-    def live_recomputations(self) -> Iterator[Recomputation]:
+    def live_recomputations(self) -> Iterator[CallRecomputation]:
         """Yield what was dropped in the calls that some graph node still belongs to."""
         for call in self.live_calls():
             if call.recomputation is not None:

@@ -11,8 +11,7 @@ import torch
 from hf_pyao.engine.stores.disk_range import DiskRange
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import HostReleased, LinkTimes, Transport
+from hf_pyao.engine.transfer.transport import HostReleased, LinkMeter, LinkTimes, Transport
 
 
 class DiskTransport:

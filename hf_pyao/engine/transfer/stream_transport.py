@@ -12,12 +12,12 @@ import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import (
     Bandwidth,
     BlockingTransport,
     CopiedSoFar,
     HostReleased,
+    LinkMeter,
     LinkTimes,
     Transport,
 )

@@ -61,7 +61,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
-from hf_pyao.engine.transfer.meter import LinkMeter
 
 
 @runtime_checkable
@@ -87,6 +86,19 @@ class Ticket(Protocol):
     def compute(self) -> torch.Stream | None:
         """The compute stream that was current when it was queued; None on a CPU."""
         ...
+
+
+class LinkMeter(Protocol):
+    """Counts what copies took: figures of micro-batches, and of streamed weights."""
+
+    transfer_ms: float
+    """Time in which copies ran, both directions added."""
+    stall_forward_ms: float
+    """Time in which forward compute waited for copies."""
+    stall_backward_ms: float
+    """Time in which backward compute waited for copies."""
+    device_peak_bytes: int
+    """Most device memory allocated so far, where the device counts it."""
 
 
 @dataclass

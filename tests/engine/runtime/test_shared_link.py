@@ -115,7 +115,7 @@ def test_after_the_last_model_the_window_is_as_configured() -> None:
 def test_plans_of_the_first_learn_of_the_others() -> None:
     """What binds a plan is asked for when it is made: models come and go."""
     with attach(stack(4), CONFIG, transport=FarAhead()) as one:
-        request = PlanRequest.of_config(PyAOConfig(), window=one.link.offloads)
+        request = PlanRequest.of_config(PyAOConfig(), window=one.link)
         assert request.may_set_window
         one.engine.set_window(SLOT_BYTES)
         assert request.window_now_bytes == request.window_bytes, "it may be set to that"
@@ -123,5 +123,5 @@ def test_plans_of_the_first_learn_of_the_others() -> None:
             assert not request.may_set_window
             assert request.window_now_bytes == SLOT_BYTES
         assert request.may_set_window
-    given = PlanRequest.of_config(PyAOConfig(window=WINDOW), window=one.link.offloads)
+    given = PlanRequest.of_config(PyAOConfig(window=WINDOW), window=one.link)
     assert not given.may_set_window

@@ -11,8 +11,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import Bandwidth, BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.engine.transfer.transport import (
+    Bandwidth,
+    BlockingTransport,
+    DoneTicket,
+    LinkMeter,
+    LinkTimes,
+)
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from tests.helpers.simulation.virtual_link import Booking, VirtualLink
