@@ -88,6 +88,8 @@ class OffloadEngine:
         """Tapes that may have a backward, or were not counted yet, by number, oldest first."""
         self._num_tapes = 0
         self._num_packs_before = 0
+        self._num_runs: dict[int, int] = {}
+        """How often each layer ran in the forward before, by index."""
         self.mover = Mover(link)
         self.figures = RunFigures(self.mover)
         self.packer = Packer(codec=codec, mover=self.mover)
@@ -205,7 +207,9 @@ class OffloadEngine:
             is_announced: False if that is only concluded from the order of the layers.
         """
         self.end_forward()
-        tape = Tape(self._policy.for_forward(), self._num_tapes, is_announced=is_announced)
+        tape = Tape(
+            self._policy.for_forward(), self._num_tapes, self._num_runs, is_announced=is_announced
+        )
         self._open_tapes[tape.number] = tape
         self._num_tapes += 1
         self._tape = tape
@@ -215,7 +219,6 @@ class OffloadEngine:
         self,
         layer: Layer,
         *,
-        is_last_run: bool = True,
         shared: Sequence[torch.Tensor] = (),
         frozen_shapes: FrozenShapes | None = None,
         reason_not_traceable: Callable[[], str | None] = lambda: None,
@@ -225,7 +228,6 @@ class OffloadEngine:
 
         Args:
             layer: the layer that runs now.
-            is_last_run: False if it is known to run again in this forward.
             shared: tensors among its inputs that other layers get too.
             frozen_shapes: given under autocast, see
                 :func:`~hf_pyao.engine.runtime.parameters.is_parameter`.
@@ -244,7 +246,7 @@ class OffloadEngine:
             layer,
             tape,
             tape.last_call,
-            is_last_run=is_last_run,
+            is_last_run=tape.count_run(layer),
             shared_keys=frozenset(
                 tensor.untyped_storage()._cdata
                 for tensor in shared
@@ -255,15 +257,11 @@ class OffloadEngine:
             observer=self.observer,
         )
         tape.add(call)
-        try:
-            if self._recomputer is not None:
-                self._trace(self._recomputer, call, reason_not_traceable)
-            if self.observer is not None:
-                self.observer.on_module(call.fqn, "", "forward", is_start=True)
-            return call
-        except BaseException:
-            self.abort(call)  # the caller has no hold of it yet
-            raise
+        if self._recomputer is not None:
+            self._trace(self._recomputer, call, reason_not_traceable)
+        if self.observer is not None:
+            self.observer.on_module(call.fqn, "", "forward", is_start=True)
+        return call
 
     def _trace(
         self,
@@ -317,7 +315,7 @@ class OffloadEngine:
 
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
-        self._close(call)
+        _close(call)
         for ref in call.put_off:
             if (record := ref()) is not None:
                 self.mover.settle(record)
@@ -338,18 +336,14 @@ class OffloadEngine:
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(on_gradient)
 
-    def abort(self, call: LayerCall) -> None:
-        """Close *call*, whose forward failed. What it saved goes as its graph goes."""
-        call.tape.fail()
-        self._close(call)
+    def abort(self) -> None:
+        """Throw the newest forward away, which has failed. What it saved goes as its graph goes."""
+        tape = self._tape
+        if tape is not None:
+            tape.fail()
+            if tape.last_call is not None:
+                _close(tape.last_call)
         self.link.drain()
-
-    def _close(self, call: LayerCall) -> None:
-        """End what goes on in *call*; it may be called again, also where it was interrupted."""
-        recomputation = call.recomputation
-        if recomputation is not None:
-            recomputation.close()  # first: it sees every operation of this thread
-        call.close()
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -359,6 +353,8 @@ class OffloadEngine:
         self.unpacker.finalize_backward()  # of one that failed
         if tape is not None:
             self._num_packs_before += tape.stats.num_packs
+            if not tape.is_failed:
+                self._num_runs = tape.num_runs
             tape.close()
         for tape in list(self._open_tapes.values()):
             if tape.has_run_backward:
@@ -427,6 +423,12 @@ class OffloadEngine:
         )
 
     @property
+    def has_packed_nothing(self) -> bool:
+        """True if the newest forward has come to its end, and nothing was packed in it."""
+        tape = self._tape
+        return tape is not None and not (tape.is_failed or tape.stats.num_packs)
+
+    @property
     def num_forwards(self) -> int:
         """Forwards begun so far."""
         return self._num_tapes
@@ -464,3 +466,11 @@ class OffloadEngine:
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self._passed_over
         )
+
+
+def _close(call: LayerCall) -> None:
+    """End what goes on in *call*; it may be called again, also where it was interrupted."""
+    recomputation = call.recomputation
+    if recomputation is not None:
+        recomputation.close()  # first: it sees every operation of this thread
+    call.close()

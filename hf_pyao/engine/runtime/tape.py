@@ -6,7 +6,7 @@ A layer call, its layer and its tape each change their own state; others ask the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -310,12 +310,21 @@ class Tape:
     hold the tape, and the tape holds neither, so that an abandoned one disappears with its graph.
     """
 
-    def __init__(self, policy: Policy, number: int = 0, *, is_announced: bool = True) -> None:
-        """Open a tape that follows *policy*; *number* tells it from others of its engine.
+    def __init__(
+        self, policy: Policy, number: int, runs_before: Mapping[int, int], *, is_announced: bool
+    ) -> None:
+        """Open a tape.
 
-        *is_announced*: the module that runs the layers told of the forward; else that was concluded
-        from the order of the layers.
+        Args:
+            policy: decides in this forward.
+            number: tells it from others of its engine.
+            runs_before: how often each layer ran in the forward before, by index.
+            is_announced: the module that runs the layers told of the forward; else that was
+                concluded from the order of the layers.
         """
+        self.num_runs: dict[int, int] = {}
+        """How often each layer has run in this one."""
+        self._runs_before = runs_before
         self.policy = policy
         self.number = number
         self.is_announced = is_announced
@@ -350,6 +359,14 @@ class Tape:
         if self.is_announced or self.last_call is None:
             return False
         return layer.index < self.last_call.layer.index
+
+    def count_run(self, layer: Layer) -> bool:
+        """Count a run of *layer*; say whether it is the last one in this forward.
+
+        How often a layer runs is known from the forward before.
+        """
+        count = self.num_runs[layer.index] = self.num_runs.get(layer.index, 0) + 1
+        return count >= self._runs_before.get(layer.index, 1)
 
     def add(self, call: LayerCall) -> None:
         """Append *call*, which has just begun."""
