@@ -217,7 +217,7 @@ that one of their classes has."""
 FIGURES = {
     "engine/stores/disk_figures.py": {"DiskFigures"},
     "engine/stores/store.py": {"DiskMeter"},
-    "engine/transfer/transport.py": {"LinkMeter", "LinkTimes"},
+    "engine/transfer/transport.py": {"CopiedSoFar", "LinkMeter", "LinkTimes"},
     "engine/weights/figures.py": {"UploadFigures", "OnDemandFigures"},
     "metrics.py": {"MicroBatchStats"},
 }
@@ -237,10 +237,10 @@ CHANGES = {"append", "extend", "add", "clear", "pop", "popleft", "remove", "disc
 WRITTEN_ELSEWHERE = {
     # Sets, lists and tables that pack hooks write in the hottest path there is.
     ("engine/runtime/packing.py", "saved_shapes"),
-    ("engine/runtime/packing.py", "entries"),
     ("engine/runtime/packing.py", "casts"),
     ("engine/runtime/packing.py", "records"),
     ("engine/runtime/packing.py", "put_off"),
+    ("engine/runtime/engine.py", "weights"),  # of its two sides
     ("engine/runtime/packing.py", "table"),  # asked, by its own methods
     ("engine/recompute/tracing.py", "outputs"),  # of an operation, each time that one has run
     ("engine/stores/host_pool.py", "use"),  # of a buffer: whom the pool has lent it to

@@ -192,7 +192,7 @@ def _storage_known_by_address() -> Any:
     def add(self: StorageTable, storage: torch.UntypedStorage, entry: Any) -> None:
         self.entries.setdefault(storage.data_ptr(), []).append(entry)
 
-    return mock.patch.multiple(StorageTable, __init__=init, add=add, add_kept=add)
+    return mock.patch.multiple(StorageTable, __init__=init, add=add)
 
 
 def _buffer_released_twice() -> Any:

@@ -23,7 +23,7 @@ from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
 from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.runtime.saved_tensor import Handle, SavedTensor
 from hf_pyao.engine.runtime.streamed_weights import StreamedWeights
-from hf_pyao.engine.runtime.tape import Layer, LayerCall, MicroBatch, Tape
+from hf_pyao.engine.runtime.tape import Layer, LayerCall, Tape
 from hf_pyao.engine.runtime.unpacking import Unpacker
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.layout import reason_not_movable
@@ -70,8 +70,6 @@ class OffloadEngine:
         self.idle_warnings = IdleWarnings(self.effects)
         self._passed_over = ""
         """Why hooks stayed off, in the last layer call in which they did; empty if in none."""
-        self.observer: Observer | None = None
-        """Hears what happens; see :meth:`observe`."""
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
         self._policy = policy = as_policy(policy)
@@ -141,9 +139,7 @@ class OffloadEngine:
 
     def stream(self, weights: StreamedWeights | None) -> None:
         """Recognise what layers save of *weights*, from the next forward on; None: of none."""
-        self._weights = weights
-        self.packer.recognise(weights)
-        self.unpacker.recognise(weights)
+        self._weights = self.packer.weights = self.unpacker.weights = weights
         self._look_whether_to_rest()
 
     def _expect_codecs_of(self, policy: Policy) -> None:
@@ -155,21 +151,6 @@ class OffloadEngine:
         """Enter layers also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
         self._look_whether_to_rest()
-
-    def set_window(self, window_bytes: int) -> None:
-        """Let no more than *window_bytes* be in flight, from the next copy on.
-
-        Raises:
-            ConfigError: the window is the end of each layer, or another model's too.
-        """
-        self.link.set_window(window_bytes)
-
-    def wait_for_every_copy(self) -> None:
-        """Wait for each copy as it is queued: the smallest memory there is, and the slowest.
-
-        Holds for all engines that share the link.
-        """
-        self.link.set_limit(0)
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.
@@ -192,11 +173,12 @@ class OffloadEngine:
 
     def _tell_observers(self) -> None:
         observers = (*self._lasting_observers, *self._observers)
-        observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
-        self.observer = observer
-        self.packer.tell(observer)
-        self.unpacker.tell(observer)
-        self.mover.tell(observer)
+        self.mover.tell(Observers(observers) if len(observers) > 1 else next(iter(observers), None))
+
+    @property
+    def observer(self) -> Observer | None:
+        """Hears what happens; see :meth:`observe`."""
+        return self.mover.observer
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -358,7 +340,7 @@ class OffloadEngine:
             tape.close()
         for tape in list(self._open_tapes.values()):
             if tape.has_run_backward:
-                self._publish(tape.micro_batch)
+                self._publish(tape)
             elif tape.is_live():
                 continue
             self._open_tapes.pop(tape.number, None)
@@ -376,7 +358,7 @@ class OffloadEngine:
         """
         for tape in list(self._open_tapes.values()):
             if tape.number >= since:
-                tape.micro_batch.leave_out()
+                tape.leave_out()
         self.end_forward()
 
     def _waiting_tapes(self) -> list[Tape]:
@@ -385,16 +367,15 @@ class OffloadEngine:
 
     def _end_tapes(self, tapes: Sequence[Tape]) -> None:
         """Note that a backward pass through *tapes* is over."""
-        micro_batch = tapes[0].micro_batch
         for tape in tapes[1:]:
-            micro_batch.absorb(tape)
+            tapes[0].absorb(tape)
         if not any(tape.is_live() for tape in tapes):
             for tape in tapes:
-                self._publish(tape.micro_batch)
+                self._publish(tape)
 
-    def _publish(self, micro_batch: MicroBatch) -> None:
-        """Count *micro_batch*, once."""
-        stats = micro_batch.publish()
+    def _publish(self, tape: Tape) -> None:
+        """Count the micro-batch of *tape*, once."""
+        stats = tape.publish()
         if stats is None:
             return
         self.figures.count(stats)
@@ -450,10 +431,6 @@ class OffloadEngine:
     def stats_since(self, since: int) -> list[MicroBatchStats]:
         """Return the figures so far of the forwards from number *since* on that still count."""
         return [tape.stats for tape in list(self._open_tapes.values()) if tape.number >= since]
-
-    def release_done(self) -> None:
-        """Let go of device copies that have left; for moments in which nothing else would."""
-        self.link.release_done()
 
     def note_passed_over(self, reason: str) -> None:
         """Note why hooks stayed off in a layer call."""

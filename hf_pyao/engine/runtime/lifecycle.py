@@ -301,7 +301,7 @@ class Lifecycle:
             return
         self.leave_all()
         self._before_forward()
-        self.engine.release_done()
+        self.engine.link.release_done()
         weights = self.engine.weights
         if weights is not None:
             weights.begin_forward(trains=torch.is_grad_enabled())

@@ -244,17 +244,16 @@ class SavedStorage(WatchedStorage, MovedBytes):
 
     def renew(self, tensor: torch.Tensor) -> None:
         """Do so on a CPU. All that saved its storage gets these bytes, as without hooks."""
-        assert self.mover is not None
         if self.mover.copy_again(self, tensor):
             self.forget_handed_out()
 
     def tensor_on_device(self, layout: TensorLayout) -> torch.Tensor:
         """View the bytes that were brought back as *layout*."""
-        if layout is self.layout:
-            buffer = self.buffer_as_it_is()
-            if buffer is not None:
-                return buffer
-        assert self.mover is not None
+        buffer = self.buffer
+        if buffer is not None and layout is self.layout and self.host_view is not None:
+            self.decoded = buffer.untyped_storage()  # it came back as it is
+            self.buffer = None
+            return buffer
         return layout.view_of(self.mover.device_storage(self), self.decoded_start)
 
     def read(self) -> tuple[torch.UntypedStorage, int]:
@@ -264,7 +263,6 @@ class SavedStorage(WatchedStorage, MovedBytes):
             SavedTensorModifiedError: it was changed in place since it was saved, or backward has
                 changed what it got.
         """
-        assert self.mover is not None
         if not self._is_safe:
             self.check_unmodified()
         elif self.handed_out is not None and has_changed(self.handed_out.values()):
@@ -276,7 +274,6 @@ class SavedStorage(WatchedStorage, MovedBytes):
 
         Other regions of it may be changed by right while the copy is on its way.
         """
-        assert self.mover is not None
         self.mover.settle(self)
         self._is_safe = self.mover.let_leave(self)
         return self._is_safe
@@ -284,7 +281,6 @@ class SavedStorage(WatchedStorage, MovedBytes):
     def drop_device_copy(self) -> None:
         """Let go of what was brought back; the host still has the bytes."""
         if self.phase is HERE or self.phase is RELOADING:
-            assert self.mover is not None
             self.forget_handed_out()
             self.mover.drop_device_copy(self)
 

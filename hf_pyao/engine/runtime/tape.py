@@ -282,14 +282,6 @@ class StorageTable:
         elif isinstance(known, list):
             known.append(entry)
 
-    def add_kept(self, storage: torch.UntypedStorage, slot: Slot) -> None:
-        """Record that *storage* is kept."""
-        known = self.entries.get(storage._cdata)
-        if known is None:
-            self.entries[storage._weak_ref()] = slot  # type: ignore[index]
-        elif isinstance(known, list):
-            known.append(slot)
-
     def clear(self) -> None:
         """Forget everything."""
         entries, self.entries = self.entries, {}
@@ -334,7 +326,8 @@ class Tape:
         self.last_call: LayerCall | None = None
         self.has_run_backward = False
         self.is_failed = False
-        self.micro_batch = MicroBatch(self)
+        self._counted_with = [self.stats]
+        """Figures of the forwards of its micro-batch; none once they were counted."""
         self._homes = streams_now()
         """The compute stream on which it began; of a further device the first one seen."""
         self.has_streams = bool(self._homes)
@@ -409,31 +402,26 @@ class Tape:
         self.last_call = None
         self.table.clear()
 
-
-class MicroBatch:
-    """The forwards whose backward is one: mostly one, and its tape; several where losses add up."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.is_published = False
-        self._stats = [tape.stats]
+    # ---- its micro-batch: the forwards whose backward is one ------------------------------------
 
     def absorb(self, other: Tape) -> None:
-        """Take *other* in, whose backward is a part of this one's."""
-        theirs = other.micro_batch
-        if theirs is not self and not theirs.is_published and not self.is_published:
-            self._stats += theirs._stats
-            other.micro_batch = self
+        """Take *other*'s figures in, whose backward is a part of this one's."""
+        if other._counted_with is not self._counted_with:
+            if other._counted_with and self._counted_with:
+                self._counted_with += other._counted_with
+                other._counted_with = self._counted_with
 
     def leave_out(self) -> None:
         """Leave it out of all figures: it failed, and is run again."""
-        self.is_published = True
+        self._counted_with.clear()
 
     def publish(self) -> MicroBatchStats | None:
-        """Return what it came to, the first time; None if nothing was packed in it."""
-        if self.is_published or not any(stats.num_packs for stats in self._stats):
+        """Return what the micro-batch came to, the first time; None if nothing was packed in it."""
+        group = self._counted_with
+        if not any(stats.num_packs for stats in group):
             return None
-        self.is_published = True
-        first, *others = self._stats
+        first, *others = group
+        group.clear()
         for stats in others:
             first.add(stats)
         return first

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, calls_after
-from hf_pyao.engine.runtime.hook_side import HookSide
 from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
@@ -35,7 +34,7 @@ from hf_pyao.engine.transfer.mover import HERE, OFFLOADING, Group, MovedBytes, M
 from hf_pyao.engine.transfer.profiler_ranges import named_range
 
 
-class Unpacker(HookSide):
+class Unpacker:
     """Gives saved tensors back to autograd.
 
     Args:
@@ -53,7 +52,8 @@ class Unpacker(HookSide):
         waiting: Callable[[], Sequence[Tape]],
         on_tapes_done: Callable[[Sequence[Tape]], None],
     ) -> None:
-        super().__init__()
+        self.weights: StreamedWeights | None = None
+        """Weights that are streamed; None: all are on the device."""
         self._mover = mover
         self._order = order
         self._waiting = waiting
@@ -167,8 +167,8 @@ class Unpacker(HookSide):
                 self._backward_end(self._running_call)
             self._running_call = call
             self._mover.look_for_watchers()
-            if self.observer is not None:
-                self.observer.on_module(call.fqn, "", "backward", is_start=True)
+            if self._mover.observer is not None:
+                self._mover.observer.on_module(call.fqn, "", "backward", is_start=True)
             with named_range("backward_start", call.fqn):
                 following = calls_after(call, self._order, self._waiting())
                 others: Iterator[Group] = (reversed(each.records) for each in following)
@@ -183,8 +183,8 @@ class Unpacker(HookSide):
 
     def _backward_end(self, call: LayerCall) -> None:
         """End the backward of *call*: what a retained graph still holds leaves the device again."""
-        if self.observer is not None:
-            self.observer.on_module(call.fqn, "", "backward", is_start=False)
+        if self._mover.observer is not None:
+            self._mover.observer.on_module(call.fqn, "", "backward", is_start=False)
         for record in call.live_records():
             if record.phase is HERE:
                 record.drop_device_copy()
@@ -201,8 +201,8 @@ class Unpacker(HookSide):
             tapes, self._tapes = self._tapes, []
             self._task = NO_TASK
             running, self._running_call = self._running_call, None
-            if running is not None and self.observer is not None:
-                self.observer.on_module(running.fqn, "", "backward", is_start=False)
+            if running is not None and self._mover.observer is not None:
+                self._mover.observer.on_module(running.fqn, "", "backward", is_start=False)
             for tape in tapes:
                 for record in tape.live_records():
                     record.drop_device_copy()

@@ -26,10 +26,10 @@ from hf_pyao.engine.codecs.base import Encoded
 from hf_pyao.engine.stores import HOST_FULL, Buffer
 from hf_pyao.engine.transfer.compute_streams import current_stream, visitor_of
 from hf_pyao.engine.transfer.layout import (
-    ByteViews,
     PartPlace,
     TensorLayout,
     byte_offset,
+    bytes_view,
     has_bytes,
     part_targets,
     parts_view,
@@ -121,7 +121,7 @@ class MovedBytes:
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
     late_codec: Codec | None = None
     """While the copy to the host is put off: how it will be written."""
-    mover: Mover | None = None
+    mover: Mover
     """Takes the buffers back."""
 
     def __init__(
@@ -184,18 +184,9 @@ class MovedBytes:
             return torch.empty(self.device_bytes, dtype=torch.uint8, device=blank.device)
         return blank.new_empty_strided(self.layout.size, self.layout.stride)
 
-    def buffer_as_it_is(self) -> torch.Tensor | None:
-        """Return the tensor that was brought back as it is, the first time; else None."""
-        buffer = self.buffer
-        if buffer is None or self.host_view is None:
-            return None
-        self.decoded = buffer.untyped_storage()
-        self.buffer = None
-        return buffer
-
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Give the buffers back once no one can ask for them any more."""
-        mover = self.mover  # None: an interrupt came as it was made
+        mover: Mover | None = vars(self).get("mover")  # None: an interrupt came as it was made
         if mover is not None and self.phase is not RELEASED and not _is_finalizing():
             mover.release(self)
 
@@ -223,7 +214,6 @@ class Mover(Schedule):
         """Is told of copies and codecs, if anyone is to be."""
         self.is_watched = False
         """True if someone is to hear of copies: the observer, or a profiler."""
-        self._bytes = ByteViews()
         self._coming: dict[int, weakref.ref[MovedBytes]] = {}
         """What may be brought back, by item."""
 
@@ -293,7 +283,8 @@ class Mover(Schedule):
         if type(tensor) is not torch.Tensor or not has_bytes(tensor):
             return False
         self.drop_device_copy(moved)
-        host.data.copy_(self._bytes.of(tensor, start, start + moved.nbytes))
+        end = start + moved.nbytes
+        host.data.copy_(bytes_view(tensor.untyped_storage(), tensor.device, start, end))
         return True
 
     def let_leave(self, moved: MovedBytes) -> bool:
@@ -329,7 +320,8 @@ class Mover(Schedule):
             if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
                 moved.host_view = target = host.view_like(layout)
             else:
-                source = self._bytes.of(source, moved.start, moved.start + nbytes)
+                end = moved.start + nbytes
+                source = bytes_view(source.untyped_storage(), source.device, moved.start, end)
                 target = host.data
             moved.payload = (source,)
             copies = ((source, target),)

@@ -141,7 +141,7 @@ class FarAhead(BlockingTransport, Observer):
         memory: torch.Tensor,
         label: object,
     ) -> Copy:
-        self._copy(direction, src, dst, (), label, None)
+        self._copy(direction, src, dst, {})
         copy = Copy(src.nbytes, queue=direction, order=next(self._orders), label=label)
         copy.num_unpacks = self.num_unpacks
         copy.memory = StorageWeakRef(memory.untyped_storage())
