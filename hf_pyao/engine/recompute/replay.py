@@ -20,7 +20,7 @@ from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.modes import reason_of_dispatch_modes, refuse_under
 from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_settings
 from hf_pyao.engine.runtime.observer import Observer
-from hf_pyao.engine.runtime.saved_tensor import RebuiltStorage, SavedStorage
+from hf_pyao.engine.runtime.saved_tensor import SavedStorage, WatchedStorage
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.compute_streams import current_stream
@@ -28,7 +28,7 @@ from hf_pyao.engine.transfer.layout import TensorLayout, bytes_view
 from hf_pyao.errors import PyAOError
 
 
-class DroppedStorage(RebuiltStorage):
+class DroppedStorage(WatchedStorage):
     """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
 
     def __init__(

@@ -72,12 +72,8 @@ class OffloadEngine:
         """Why hooks stayed off, in the last layer call in which they did; empty if in none."""
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
-        self._policy = policy = as_policy(policy)
         self._enters_always = enters_always
         self._weights: StreamedWeights | None = None
-        self.rests = policy.rests and not enters_always
-        """True while the policy keeps everything: layers are not entered. Never, where weights are
-        streamed: what is saved of them is to be seen."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
         self._tape: Tape | None = None
@@ -91,7 +87,7 @@ class OffloadEngine:
         self.mover = Mover(link)
         self.figures = RunFigures(self.mover)
         self.packer = Packer(codec=codec, mover=self.mover)
-        self._expect_codecs_of(policy)
+        self.use(policy)
         # The unpacker may outlive the engine, in a graph: [Note: Who owns whom] in `weak_calls`.
         self.unpacker = Unpacker(
             mover=self.mover,
@@ -119,14 +115,17 @@ class OffloadEngine:
         Raises:
             ConfigError: *policy* is none.
         """
-        policy = as_policy(policy)
-        self._policy = policy
-        self._expect_codecs_of(policy)
-        self._look_whether_to_rest()
+        self._policy = as_policy(policy)
+        if self._policy.may_lose:  # statistics of rows are to be known from the first forward on
+            self.packer.note_shapes()
 
-    def _look_whether_to_rest(self) -> None:
-        enters = self._enters_always or self._weights is not None
-        self.rests = self._policy.rests and not enters
+    @property
+    def rests(self) -> bool:
+        """True while the policy keeps everything: layers are not entered.
+
+        Never, where weights are streamed: what is saved of them is to be seen.
+        """
+        return self._policy.rests and not (self._enters_always or self._weights is not None)
 
     @property
     def weights(self) -> StreamedWeights | None:
@@ -140,17 +139,10 @@ class OffloadEngine:
     def stream(self, weights: StreamedWeights | None) -> None:
         """Recognise what layers save of *weights*, from the next forward on; None: of none."""
         self._weights = self.packer.weights = self.unpacker.weights = weights
-        self._look_whether_to_rest()
-
-    def _expect_codecs_of(self, policy: Policy) -> None:
-        """Collect statistics of rows from the first forward on if *policy* may use lossy codecs."""
-        if policy.may_lose:
-            self.packer.note_shapes()
 
     def enter_always(self, is_wanted: bool) -> None:
         """Enter layers also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
-        self._look_whether_to_rest()
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.

@@ -48,7 +48,7 @@ from hf_pyao.engine.runtime.model_hooks import (
     take_off_inert,
 )
 from hf_pyao.engine.runtime.parameters import FrozenShapes
-from hf_pyao.engine.runtime.sharding import NoSharding, Sharding
+from hf_pyao.engine.runtime.sharding import Sharding
 from hf_pyao.engine.runtime.tape import Layer, LayerCall
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
@@ -196,7 +196,7 @@ class Lifecycle:
         self._named_submodules = named_submodules
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._stack = weakref.ref(stack)
-        self._sharding = sharding or NoSharding()
+        self._sharding = sharding or Sharding()
         for index, (fqn, module) in enumerate(layers):
             self._layers[module] = Layer(index, fqn)
         self._modules = [

@@ -82,11 +82,6 @@ class BeginHook(ModelHook):
         super().__init__(lifecycle)
         self._begin_uncompiled = uncompiled(lifecycle.begin_compiled)
 
-    @property
-    def owner(self) -> Any:
-        """Who installed the hooks."""
-        return self.lifecycle.owner
-
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin a forward."""
         if torch.compiler.is_compiling():

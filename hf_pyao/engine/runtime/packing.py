@@ -26,9 +26,9 @@ from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
     KeptTensor,
+    Record,
     SavedStorage,
     SavedTensor,
-    WatchedStorage,
     whole_source,
 )
 from hf_pyao.engine.runtime.slots import Slot
@@ -203,7 +203,7 @@ class Packer:
         for entry in several:
             if isinstance(entry, Slot):
                 return _kept(tensor, call, entry)
-            record: WatchedStorage | None = entry()
+            record: Record | None = entry()
             if record is None or record.version != version:
                 continue
             if record.home is not None and call.tape.is_elsewhere(tensor.device):
@@ -316,7 +316,7 @@ class Packer:
         recomputation = call.recomputation
         assert recomputation is not None
         layout = self._layouts.of(tensor)
-        record: WatchedStorage | None = recomputation.known(tensor, storage)
+        record: Record | None = recomputation.known(tensor, storage)
         if record is not None:  # what was noted for its storage is gone: the tape was closed
             record.stand_for(layout)
             if not record.shares_counter_with(tensor):

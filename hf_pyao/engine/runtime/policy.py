@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -197,6 +198,15 @@ class WrappedPolicy(Policy):
         self.may_lose = base.may_lose
         self.may_recompute = base.may_recompute
 
+    def for_forward(self) -> WrappedPolicy:
+        """Return the same over what the base policy makes for a forward."""
+        base = self.base.for_forward()
+        if base is self.base:
+            return self
+        other = copy.copy(self)
+        other.base = base
+        return other
+
     def runs_again(self, layer_index: int) -> bool:
         """Ask the base policy."""
         return self.base.runs_again(layer_index)
@@ -235,13 +245,6 @@ class RecomputeSelected(WrappedPolicy):
         otherwise = self.base.would_decide(slot, situation)
         return otherwise if isinstance(otherwise, Recompute) else Recompute(otherwise)
 
-    def for_forward(self) -> RecomputeSelected:
-        """Return the same over what the base policy makes for a forward."""
-        base = self.base.for_forward()
-        if base is self.base:
-            return self
-        return RecomputeSelected(base, self.selected, is_pointwise=self.is_pointwise)
-
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Return the selected sub-modules of the layer."""
         selected = self.selected.get(run.layer, frozenset())
@@ -270,11 +273,6 @@ class KeepLastLayers(WrappedPolicy):
         if situation.is_last_run and slot.layer_index >= self.first_kept:
             return _KEEP_LAST
         return self.base.would_decide(slot, situation)
-
-    def for_forward(self) -> KeepLastLayers:
-        """Return the same over what the base policy makes for a forward."""
-        base = self.base.for_forward()
-        return self if base is self.base else KeepLastLayers(base, self.first_kept)
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Ask the base policy about the layers before."""

@@ -24,10 +24,9 @@ regions that were saved until then: autograd would read the memory later still.
 
 from __future__ import annotations
 
-import abc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 
@@ -38,6 +37,12 @@ from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
 from hf_pyao.engine.transfer.mover import HERE, RELOADING, MovedBytes, Mover
 from hf_pyao.errors import SavedTensorModifiedError
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.replay import DroppedStorage
+
+Record: TypeAlias = "SavedStorage | DroppedStorage"
+"""What stands for a storage that left the device, or was dropped."""
 
 
 def has_changed(watches: Iterable[Watch]) -> bool:
@@ -285,18 +290,6 @@ class SavedStorage(WatchedStorage, MovedBytes):
             self.mover.drop_device_copy(self)
 
 
-class RebuiltStorage(WatchedStorage, abc.ABC):
-    """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
-
-    @abc.abstractmethod
-    def rebuild(self) -> torch.UntypedStorage:
-        """Return its bytes, on the device."""
-
-    @abc.abstractmethod
-    def forget_rebuilt(self) -> None:
-        """Let go of what :meth:`rebuild` made and brought back, outside of a backward pass."""
-
-
 class _Handle:
     """What autograd holds for one saved tensor."""
 
@@ -316,7 +309,7 @@ class SavedTensor(_Handle):
 
     __slots__ = ("layout", "storage")
 
-    def __init__(self, storage: WatchedStorage, layout: TensorLayout, call: LayerCall) -> None:
+    def __init__(self, storage: Record, layout: TensorLayout, call: LayerCall) -> None:
         self.storage = storage
         self.layout = layout
         self.call = call

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,6 @@ from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
     KeptTensor,
-    RebuiltStorage,
     SavedStorage,
     SavedTensor,
 )
@@ -32,6 +32,9 @@ from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.layout import TensorLayout
 from hf_pyao.engine.transfer.mover import HERE, OFFLOADING, Group, MovedBytes, Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.replay import DroppedStorage
 
 
 class Unpacker:
@@ -103,7 +106,6 @@ class Unpacker:
         record, layout, mover = handle.storage, handle.layout, self._mover
         record.check_unmodified()
         if type(record) is not SavedStorage:
-            assert isinstance(record, RebuiltStorage)
             return self._rebuild(record, layout)
         phase = record.phase
         if phase is OFFLOADING:
@@ -129,7 +131,7 @@ class Unpacker:
             record.drop_device_copy()  # looked at outside a backward pass
         return tensor
 
-    def _rebuild(self, record: RebuiltStorage, layout: TensorLayout) -> torch.Tensor:
+    def _rebuild(self, record: DroppedStorage, layout: TensorLayout) -> torch.Tensor:
         """Replay what leads to a storage that was dropped."""
         storage = record.rebuild()
         tensor = record.handed_out_as(layout)
