@@ -337,29 +337,23 @@ class Lifecycle:
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Switch the saved-tensor hooks of *module*'s layer on.
-
-        Returns:
-            The arguments that it is to get in place of its own; None: it gets its own.
-        """
+    ) -> None:
+        """Switch the saved-tensor hooks of *module*'s layer on."""
         if is_compiling:
             self._check_compiled()
-        if not self._is_to_enter(module):
-            return None
         layer = self._layers.get(module)
         if layer is None or self._is_removed or self.engine.rests:
-            return None
-        if not self.serves(module):
-            return None
+            return
+        if not (self._is_to_enter(module) and self.serves(module)):
+            return
         reason = reason_to_pass_over()
         if reason is not None:
             self._pass_over(layer, reason)
-            return None
+            return
         outer = self.running.inside
         if outer is not None:
             if outer.is_checkpointed and outer.module is module:
-                return None
+                return
             self._warn_abandoned(self._layers[outer.module].fqn, layer.fqn)
             self.leave_all()
         way = self._way_of(module, layer, args, kwargs, is_compiling=is_compiling)
@@ -374,7 +368,6 @@ class Lifecycle:
         pack, unpack = way.hooks_for(call)
         inside.pack = pack_hook(pack, call)
         push_hooks(inside.pack, unpack)
-        return None
 
     def _pass_over(self, layer: Layer, reason: str) -> None:
         """Leave the hooks off in a call of *layer*."""

@@ -99,13 +99,14 @@ class EnterHook(ModelHook):
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         """Enter the layer; *kwargs* are missing if an interrupt came as this was put on or off."""
         if kwargs is None:
-            return None
+            return
         if torch.compiler.is_compiling():
-            return self._enter_uncompiled(module, args, kwargs, is_compiling=True)
-        return self.lifecycle.enter(module, args, kwargs)
+            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
+        else:
+            self.lifecycle.enter(module, args, kwargs)
 
 
 class LeaveHook(ModelHook):
