@@ -247,7 +247,12 @@ class Packer:
         decision = entry.decision
         if entry.policy is call.policy and self._mover.observer is None:  # mostly: that holds
             if type(decision) is Keep:
-                return self._keep(call, tensor, storage, entry.slot, decision.reason)
+                if entries is not None:
+                    return self._keep(call, tensor, storage, entry.slot, decision.reason)
+                call.stats.kept_bytes[decision.reason] += nbytes
+                table, slot = call.table.entries, entry.slot
+                table[storage._weak_ref()] = slot  # type: ignore[index]
+                return KeptTensor(tensor.detach(), tensor._version, call, slot)
             if type(decision) is Offload:
                 layout = self._layouts.of(tensor)
                 if layout in self._movable_layouts:

@@ -108,17 +108,19 @@ class Unpacker:
         if type(record) is not SavedStorage:
             return self._rebuild(record, layout)
         phase = record.phase
-        if phase is OFFLOADING:
+        if phase is OFFLOADING and self._task == NO_TASK:  # looked at outside a backward pass
             tensor = layout.view_of(*mover.read_payload(record))
-            if self._task == NO_TASK:  # looked at outside a backward pass
-                mover.forget_decoded(record)
-                return tensor
+            mover.forget_decoded(record)
+            return tensor
+        known = None if record.handed_out is None else record.handed_out_as(layout)
+        if phase is OFFLOADING:
+            if known is None:
+                known = record.hand_out(layout.view_of(*mover.read_payload(record)), layout)
             if not mover.is_exhausted:
                 mover.prefetch()
-            return record.hand_out(tensor, layout)
+            return known
         if phase is not HERE:
             mover.bring_here(record)
-        known = None if record.handed_out is None else record.handed_out_as(layout)
         if known is not None:
             tensor = known
         else:

@@ -132,11 +132,21 @@ def range_to_move(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
 class TensorLayout:
     """How a tensor lies in its storage: all that it takes to view the storage so again."""
 
-    __slots__ = ("blank", "is_copied_as_it_is", "is_dense", "nbytes", "offset", "size", "stride")
+    __slots__ = (
+        "blank",
+        "blank_bytes",
+        "is_copied_as_it_is",
+        "is_dense",
+        "nbytes",
+        "offset",
+        "size",
+        "stride",
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         """An empty tensor of its dtype and device, from which views are made."""
+        self.blank_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.size: torch.Size = tensor.size()
         self.stride: tuple[int, ...] = tensor.stride()
         self.offset = int(tensor.storage_offset())

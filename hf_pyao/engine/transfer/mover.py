@@ -36,6 +36,7 @@ from hf_pyao.engine.transfer.layout import (
     place_parts,
     range_to_move,
     rows_view,
+    view_of_storage,
 )
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.profiler_ranges import in_range, is_profiling
@@ -320,8 +321,8 @@ class Mover(Schedule):
             if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
                 moved.host_view = target = host.view_like(layout)
             else:
-                end = moved.start + nbytes
-                source = bytes_view(source.untyped_storage(), source.device, moved.start, end)
+                blank, whole = layout.blank_bytes, source.untyped_storage()
+                source = view_of_storage(blank, whole, moved.start, (nbytes,), (1,))
                 target = host.data
             moved.payload = (source,)
             copies = ((source, target),)
