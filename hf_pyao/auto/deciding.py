@@ -238,7 +238,7 @@ def _request(
     """Return what binds plans for the model on this machine."""
     bound = parts.binds.on(
         recomputed_paths=fixed.recomputed_paths,
-        window=link.offloads,
+        window=link,
         below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.memory),
         allocator=allocator_settings(device),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.engine.transfer.layout import SUBCLASS
+from hf_pyao.engine.transfer.layout import Stays
 from tests.distributed.torch_parallel_worker import NUM_MICRO_BATCHES, SCHEDULES
 from tests.helpers.ranks import run_ranks
 
@@ -50,4 +50,4 @@ def test_tensor_parallel_layers_offload_their_local_tensors(ranks: list[Any]) ->
         assert ours["moved"] > 0 == ours["moved_parameters"]
         (last,) = ours["last"]
         assert last["offloaded_bytes"] > 0
-        assert not last.get(f"kept_bytes/{SUBCLASS}")
+        assert not last.get(f"kept_bytes/{Stays.SUBCLASS}")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.runtime.policy import Keep, Policy
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
@@ -55,12 +56,10 @@ def slots_of(model: Any) -> list[str]:
     """Return the names of what the layers save."""
     seen: dict[str, None] = {}
 
-    class Noting:
+    class Noting(Policy):
         name = "noting"
 
         def decide(self, slot: Any, situation: Any) -> Any:
-            from hf_pyao.engine.runtime.policy import Keep
-
             if slot.name.rpartition(":")[2].isdigit():
                 seen[slot.name] = None
             return Keep("noted")

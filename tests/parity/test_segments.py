@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
+from hf_pyao.engine.transfer.layout import Stays
 from tests.helpers import (
     ARCHITECTURES,
     ENCODER_DECODERS,
@@ -130,7 +130,7 @@ def test_with_every_policy(policy: str) -> None:
         if policy == "off":
             assert offloader.totals()["offloaded_bytes"] == 0
             metrics = offloader.metrics()
-            shared_bytes = metrics[f"kept_bytes/{SHARED_BY_LAYERS}"]
+            shared_bytes = metrics[f"kept_bytes/{Stays.SHARED}"]
             assert shared_bytes == 2 * 8 * (HIDDEN // 4) * 4  # cosines and sines for 8 positions
             assert metrics["held_bytes"] - shared_bytes == 2 * 2 * 8 * HIDDEN * 4
         assert "of every 2 layers one input is saved" in offloader.describe()

@@ -16,10 +16,10 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.backward_order import Reversed
+from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.stream_transport import StreamTransport
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.metrics import MicroBatchStats
 from tests.helpers import FunctionLayer, Stack
 from tests.races.fake_streams import (
@@ -392,12 +392,12 @@ def _visitors_are_not_awaited() -> Any:
 def _newest_copy_stands_for_all() -> Any:
     """Where the layer ends, the newest copy's stream waits, and the others do not."""
 
-    def wait(self: OffloadWindow, items: Sequence[int]) -> None:
+    def wait(self: LinkContext, items: Sequence[int]) -> None:
         for item in items[-1:]:
             leaving = self._leaving[item]
             leaving.transport.wait(leaving.ticket)
 
-    return mock.patch.object(OffloadWindow, "await_copies", wait)
+    return mock.patch.object(LinkContext, "await_copies", wait)
 
 
 def _buffers_return_before_they_are_written() -> Any:

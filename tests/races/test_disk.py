@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,25 +26,15 @@ from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.engine.transfer.disk_transport import DiskTransport
 from hf_pyao.engine.transfer.layout import TensorLayout
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
-from hf_pyao.engine.transfer.mover import Mover
+from hf_pyao.engine.transfer.mover import MovedBytes, Mover
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.errors import DiskError, PyAOError
+from hf_pyao.metrics import MicroBatchStats
 from tests.helpers.simulation.disk import Failures, SimulatedDisk, SimulatedLanes
 from tests.helpers.simulation.transport import SimulatedRaceError, SimulatedTransport
 
 PAGE = 4096
 NUM_SCHEDULES = 500
-
-
-@dataclass
-class Counts:
-    """The least that a mover counts with."""
-
-    offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
-    link_bytes: int = 0
-    kept_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 @dataclass
@@ -78,7 +68,7 @@ class Bench:
         behind = Tier(self.store, DiskTransport(self.transport, self.store))
         self.link = LinkContext(self.transport, HostPool(0, pin=False), 2 * PAGE, [behind])
         self.mover = Mover(self.link)
-        self.meter = Counts()
+        self.meter = MicroBatchStats()
         self.codec = get_codec("identity")
 
     def forward(self, number: int, count: int) -> list[tuple[MovedBytes | None, torch.Tensor]]:
@@ -92,8 +82,9 @@ class Bench:
             source = content.clone()
             layout = TensorLayout(source)
             name = Name(f"{number}.{index}")
-            one = self.mover.offload(source, layout, nbytes, self.codec, name, self.meter)
-            moved.append((one, content))
+            one = MovedBytes(self.mover, source, layout, nbytes, name, self.meter)
+            is_moved = self.mover.offload(one, self.codec)
+            moved.append((one if is_moved else None, content))
         return moved
 
     def backward(self, moved: list[tuple[MovedBytes | None, torch.Tensor]]) -> None:

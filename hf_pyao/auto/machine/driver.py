@@ -219,10 +219,10 @@ class Driver:
         elif use.ready is not None:
             window_bytes = self._policies.window_of_plan(use.ready)
         if window_bytes is not None:
-            engine.set_window(window_bytes)
+            engine.link.set_window(window_bytes)
         engine.use(self._policies.of(use))
         if use.target is Target.WAITING:
-            engine.wait_for_every_copy()
+            engine.link.set_limit(0)
 
     def _set_residents(self, use: do.Use) -> None:
         residency = self._residency

@@ -155,7 +155,7 @@ class MicroBatchRunner:
         """Give back what a failed try has held."""
         torch.clear_autocast_cache()
         gc.collect()  # frames that held the error which held them
-        self._engine.release_done()
+        self._engine.link.release_done()
         for device in attempt.devices:
             release_cached(device)
 

@@ -17,7 +17,7 @@ from hf_pyao.engine.recompute.cheapest import cheapest, num_bytes
 from hf_pyao.engine.recompute.trace_values import Value
 from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.runtime.recomputation import Refused
-from hf_pyao.engine.transfer.layout import SUBCLASS, reason_not_movable
+from hf_pyao.engine.transfer.layout import Stays, reason_not_movable
 
 NOT_SEEN = "not made by operations that were seen"
 NO_RECIPE = "made by operations that are not replayed"
@@ -105,4 +105,4 @@ def _storable(value: Value) -> torch.Tensor | None:
     if tensor is None or not value.is_readable or value.is_blocked:
         return None
     reason = reason_not_movable(tensor)
-    return None if reason is not None and reason != SUBCLASS else tensor
+    return None if reason is not None and reason is not Stays.SUBCLASS else tensor

@@ -1,7 +1,4 @@
-"""Recomputation: traces layer calls, finds recipes, drops storages and rebuilds them.
-
-The engine knows it as :class:`~hf_pyao.engine.runtime.recomputation.Recomputer`.
-"""
+"""Recomputation: traces layer calls, finds recipes, drops storages and rebuilds them."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from hf_pyao.engine.recompute.replay import DroppedStorage, Replay
 from hf_pyao.engine.recompute.trace_values import Source, Value
 from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.recompute.verification import REBUILT, SecondRuns
+from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.policy import LayerRun, Policy
-from hf_pyao.engine.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
+from hf_pyao.engine.runtime.recomputation import Anchor, Recipe, Refused
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.layout import TensorLayout
-from hf_pyao.engine.transfer.watcher import CopyWatcher
 
 
 class LayerRecomputer:
@@ -42,8 +39,8 @@ class LayerRecomputer:
         *,
         reason_not_traceable: Callable[[], str | None],
         is_constant: Callable[[torch.Tensor, int], bool],
-        watcher: CopyWatcher | None,
-    ) -> Recomputation | None:
+        watcher: Observer | None,
+    ) -> CallRecomputation | None:
         """Prepare to trace a layer call, if *policy* may recompute something of it; else None."""
         products = policy.products_to_replay(run)
         if products is None:
@@ -62,7 +59,7 @@ class CallRecomputation:
         self,
         trace: Trace | None,
         reason_not_traced: str,
-        watcher: CopyWatcher | None,
+        watcher: Observer | None,
         second_runs: SecondRuns,
     ) -> None:
         self._second_runs = second_runs

@@ -19,16 +19,16 @@ from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.modes import reason_of_dispatch_modes, refuse_under
 from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_settings
-from hf_pyao.engine.runtime.saved_tensor import RebuiltStorage, SavedStorage
+from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.runtime.saved_tensor import SavedStorage, WatchedStorage
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.layout import TensorLayout, bytes_view
-from hf_pyao.engine.transfer.watcher import CopyWatcher
 from hf_pyao.errors import PyAOError
 
 
-class DroppedStorage(RebuiltStorage):
+class DroppedStorage(WatchedStorage):
     """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Replay:
     """
 
     def __init__(
-        self, trace: Trace | None, watcher: CopyWatcher | None, second_runs: SecondRuns
+        self, trace: Trace | None, watcher: Observer | None, second_runs: SecondRuns
     ) -> None:
         self.trace = trace
         self._watcher = watcher
@@ -213,7 +213,7 @@ class _Run:
     """Runs the operations that lead to one value, as forward ran them."""
 
     def __init__(
-        self, replay: Replay, target: Value, watcher: CopyWatcher | None, label: object
+        self, replay: Replay, target: Value, watcher: Observer | None, label: object
     ) -> None:
         self._replay = replay
         self._target = target

@@ -10,12 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_pyao.engine.recompute.kept_attention import SeenAttention
 from hf_pyao.engine.recompute.operations import Rules
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
 from hf_pyao.engine.runtime.parameters import is_parameter
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
-from hf_pyao.engine.transfer.layout import is_plain
+from hf_pyao.engine.transfer.layout import Stays, is_plain
 
 
 class Keeper:
@@ -67,7 +66,7 @@ class Keeper:
         stats, stays = call.stats, key in call.shared_keys
         stats.would_hold_bytes += nbytes
         if stays:
-            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
+            stats.kept_bytes[Stays.SHARED] += nbytes
         else:
             stats.recomputed_bytes += nbytes
         if self._engine.observer is not None:
@@ -104,5 +103,5 @@ class Keeper:
             hidden: the input of such a segment.
             num_segments: how many come.
         """
-        reserved_bytes, link = num_segments * hidden.nbytes, self._engine.link
-        return SeenAttention(self.rules, lambda nbytes: link.has_room(nbytes + reserved_bytes))
+        reserved_bytes, tiers = num_segments * hidden.nbytes, self._engine.link.tiers
+        return SeenAttention(self.rules, lambda nbytes: tiers.has_room(nbytes + reserved_bytes))

@@ -176,17 +176,16 @@ class SegmentLifecycle(Lifecycle):
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         """Let *module*'s layer join a segment, or begin one.
 
         Raises:
             ConflictError: it runs inside the checkpointing of others.
         """
-        if self._here.is_running_again:
-            return None
-        return super().enter(
-            module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
-        )
+        if not self._here.is_running_again:
+            super().enter(
+                module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
+            )
 
     def _pass_over(self, layer: Layer, reason: str) -> None:
         is_others = reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1

@@ -38,10 +38,10 @@ from hf_pyao.engine.recompute.trace_values import (
 )
 from hf_pyao.engine.rerun.generators import may_be_disturbed
 from hf_pyao.engine.rerun.settings import Settings, current_settings
+from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.transfer.layout import PLAIN_KINDS, has_bytes, has_storage, is_plain
-from hf_pyao.engine.transfer.watcher import CopyWatcher
 
 _NUMBERS = frozenset({bool, int, float, complex})
 
@@ -68,7 +68,7 @@ class Trace(RemovableMode):
         product_paths: frozenset[str],
         is_constant: Callable[[torch.Tensor, int], bool],
         rules: Rules,
-        watcher: CopyWatcher | None = None,
+        watcher: Observer | None = None,
     ) -> None:
         super().__init__()
         self.values: dict[int, Value] = {}

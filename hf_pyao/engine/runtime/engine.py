@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +20,10 @@ from hf_pyao.engine.runtime.observer import Observer, Observers
 from hf_pyao.engine.runtime.packing import Packer
 from hf_pyao.engine.runtime.parameters import FrozenShapes, is_parameter
 from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
-from hf_pyao.engine.runtime.recomputation import Recomputer
 from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.runtime.saved_tensor import Handle, SavedTensor
 from hf_pyao.engine.runtime.streamed_weights import StreamedWeights
-from hf_pyao.engine.runtime.tape import Layer, LayerCall, MicroBatch, Tape
+from hf_pyao.engine.runtime.tape import Layer, LayerCall, Tape
 from hf_pyao.engine.runtime.unpacking import Unpacker
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.layout import reason_not_movable
@@ -33,6 +33,9 @@ from hf_pyao.engine.transfer.profiler_ranges import named_range
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import EffectLedger
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.recomputer import LayerRecomputer
 
 
 class OffloadEngine:
@@ -54,7 +57,7 @@ class OffloadEngine:
         policy: Policy,
         codec: Codec,
         link: LinkContext,
-        recomputer: Recomputer | None = None,
+        recomputer: LayerRecomputer | None = None,
         backward_order: BackwardOrder | None = None,
         buffer_keys: Callable[[], Container[int]] = frozenset,
         enters_always: bool = False,
@@ -67,16 +70,10 @@ class OffloadEngine:
         self.idle_warnings = IdleWarnings(self.effects)
         self._passed_over = ""
         """Why hooks stayed off, in the last layer call in which they did; empty if in none."""
-        self.observer: Observer | None = None
-        """Hears what happens; see :meth:`observe`."""
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
-        self._policy = policy = as_policy(policy)
         self._enters_always = enters_always
         self._weights: StreamedWeights | None = None
-        self.rests = policy.rests and not enters_always
-        """True while the policy keeps everything: layers are not entered. Never, where weights are
-        streamed: what is saved of them is to be seen."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
         self._tape: Tape | None = None
@@ -85,10 +82,12 @@ class OffloadEngine:
         """Tapes that may have a backward, or were not counted yet, by number, oldest first."""
         self._num_tapes = 0
         self._num_packs_before = 0
+        self._num_runs: dict[int, int] = {}
+        """How often each layer ran in the forward before, by index."""
         self.mover = Mover(link)
         self.figures = RunFigures(self.mover)
         self.packer = Packer(codec=codec, mover=self.mover)
-        self._expect_codecs_of(policy)
+        self.use(policy)
         # The unpacker may outlive the engine, in a graph: [Note: Who owns whom] in `weak_calls`.
         self.unpacker = Unpacker(
             mover=self.mover,
@@ -116,14 +115,17 @@ class OffloadEngine:
         Raises:
             ConfigError: *policy* is none.
         """
-        policy = as_policy(policy)
-        self._policy = policy
-        self._expect_codecs_of(policy)
-        self._look_whether_to_rest()
+        self._policy = as_policy(policy)
+        if self._policy.may_lose:  # statistics of rows are to be known from the first forward on
+            self.packer.note_shapes()
 
-    def _look_whether_to_rest(self) -> None:
-        enters = self._enters_always or self._weights is not None
-        self.rests = self._policy.rests and not enters
+    @property
+    def rests(self) -> bool:
+        """True while the policy keeps everything: layers are not entered.
+
+        Never, where weights are streamed: what is saved of them is to be seen.
+        """
+        return self._policy.rests and not (self._enters_always or self._weights is not None)
 
     @property
     def weights(self) -> StreamedWeights | None:
@@ -136,35 +138,11 @@ class OffloadEngine:
 
     def stream(self, weights: StreamedWeights | None) -> None:
         """Recognise what layers save of *weights*, from the next forward on; None: of none."""
-        self._weights = weights
-        self.packer.recognise(weights)
-        self.unpacker.recognise(weights)
-        self._look_whether_to_rest()
-
-    def _expect_codecs_of(self, policy: Policy) -> None:
-        """Collect statistics of rows from the first forward on if *policy* may use lossy codecs."""
-        if policy.may_lose:
-            self.packer.note_shapes()
+        self._weights = self.packer.weights = self.unpacker.weights = weights
 
     def enter_always(self, is_wanted: bool) -> None:
         """Enter layers also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
-        self._look_whether_to_rest()
-
-    def set_window(self, window_bytes: int) -> None:
-        """Let no more than *window_bytes* be in flight, from the next copy on.
-
-        Raises:
-            ConfigError: the window is the end of each layer, or another model's too.
-        """
-        self.link.set_window(window_bytes)
-
-    def wait_for_every_copy(self) -> None:
-        """Wait for each copy as it is queued: the smallest memory there is, and the slowest.
-
-        Holds for all engines that share the link.
-        """
-        self.link.wait_for_every_copy()
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.
@@ -187,11 +165,12 @@ class OffloadEngine:
 
     def _tell_observers(self) -> None:
         observers = (*self._lasting_observers, *self._observers)
-        observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
-        self.observer = observer
-        self.packer.tell(observer)
-        self.unpacker.tell(observer)
-        self.mover.tell(observer)
+        self.mover.tell(Observers(observers) if len(observers) > 1 else next(iter(observers), None))
+
+    @property
+    def observer(self) -> Observer | None:
+        """Hears what happens; see :meth:`observe`."""
+        return self.mover.observer
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -202,7 +181,9 @@ class OffloadEngine:
             is_announced: False if that is only concluded from the order of the layers.
         """
         self.end_forward()
-        tape = Tape(self._policy.for_forward(), self._num_tapes, is_announced=is_announced)
+        tape = Tape(
+            self._policy.for_forward(), self._num_tapes, self._num_runs, is_announced=is_announced
+        )
         self._open_tapes[tape.number] = tape
         self._num_tapes += 1
         self._tape = tape
@@ -212,7 +193,6 @@ class OffloadEngine:
         self,
         layer: Layer,
         *,
-        is_last_run: bool = True,
         shared: Sequence[torch.Tensor] = (),
         frozen_shapes: FrozenShapes | None = None,
         reason_not_traceable: Callable[[], str | None] = lambda: None,
@@ -222,7 +202,6 @@ class OffloadEngine:
 
         Args:
             layer: the layer that runs now.
-            is_last_run: False if it is known to run again in this forward.
             shared: tensors among its inputs that other layers get too.
             frozen_shapes: given under autocast, see
                 :func:`~hf_pyao.engine.runtime.parameters.is_parameter`.
@@ -241,7 +220,7 @@ class OffloadEngine:
             layer,
             tape,
             tape.last_call,
-            is_last_run=is_last_run,
+            is_last_run=tape.count_run(layer),
             shared_keys=frozenset(
                 tensor.untyped_storage()._cdata
                 for tensor in shared
@@ -252,19 +231,15 @@ class OffloadEngine:
             observer=self.observer,
         )
         tape.add(call)
-        try:
-            if self._recomputer is not None:
-                self._trace(self._recomputer, call, reason_not_traceable)
-            if self.observer is not None:
-                self.observer.on_module(call.fqn, "", "forward", is_start=True)
-            return call
-        except BaseException:
-            self.abort(call)  # the caller has no hold of it yet
-            raise
+        if self._recomputer is not None:
+            self._trace(self._recomputer, call, reason_not_traceable)
+        if self.observer is not None:
+            self.observer.on_module(call.fqn, "", "forward", is_start=True)
+        return call
 
     def _trace(
         self,
-        recomputer: Recomputer,
+        recomputer: LayerRecomputer,
         call: LayerCall,
         reason_not_traceable: Callable[[], str | None],
     ) -> None:
@@ -314,12 +289,14 @@ class OffloadEngine:
 
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
-        self._close(call)
-        call.settle()
+        _close(call)
+        for ref in call.put_off:
+            if (record := ref()) is not None:
+                self.mover.settle(record)
         if self.observer is not None:
             self.observer.on_module(call.fqn, "", "forward", is_start=False)
         with named_range("layer_end", call.fqn):
-            self.link.offloads.layer_end()
+            self.link.layer_end()
 
         unpacker = self.unpacker
 
@@ -333,18 +310,14 @@ class OffloadEngine:
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(on_gradient)
 
-    def abort(self, call: LayerCall) -> None:
-        """Close *call*, whose forward failed. What it saved goes as its graph goes."""
-        call.tape.fail()
-        self._close(call)
-        self.link.offloads.drain()
-
-    def _close(self, call: LayerCall) -> None:
-        """End what goes on in *call*; it may be called again, also where it was interrupted."""
-        recomputation = call.recomputation
-        if recomputation is not None:
-            recomputation.close()  # first: it sees every operation of this thread
-        call.close()
+    def abort(self) -> None:
+        """Throw the newest forward away, which has failed. What it saved goes as its graph goes."""
+        tape = self._tape
+        if tape is not None:
+            tape.fail()
+            if tape.last_call is not None:
+                _close(tape.last_call)
+        self.link.drain()
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -354,10 +327,12 @@ class OffloadEngine:
         self.unpacker.finalize_backward()  # of one that failed
         if tape is not None:
             self._num_packs_before += tape.stats.num_packs
+            if not tape.is_failed:
+                self._num_runs = tape.num_runs
             tape.close()
         for tape in list(self._open_tapes.values()):
             if tape.has_run_backward:
-                self._publish(tape.micro_batch)
+                self._publish(tape)
             elif tape.is_live():
                 continue
             self._open_tapes.pop(tape.number, None)
@@ -375,7 +350,7 @@ class OffloadEngine:
         """
         for tape in list(self._open_tapes.values()):
             if tape.number >= since:
-                tape.micro_batch.leave_out()
+                tape.leave_out()
         self.end_forward()
 
     def _waiting_tapes(self) -> list[Tape]:
@@ -384,16 +359,15 @@ class OffloadEngine:
 
     def _end_tapes(self, tapes: Sequence[Tape]) -> None:
         """Note that a backward pass through *tapes* is over."""
-        micro_batch = tapes[0].micro_batch
         for tape in tapes[1:]:
-            micro_batch.absorb(tape)
+            tapes[0].absorb(tape)
         if not any(tape.is_live() for tape in tapes):
             for tape in tapes:
-                self._publish(tape.micro_batch)
+                self._publish(tape)
 
-    def _publish(self, micro_batch: MicroBatch) -> None:
-        """Count *micro_batch*, once."""
-        stats = micro_batch.publish()
+    def _publish(self, tape: Tape) -> None:
+        """Count the micro-batch of *tape*, once."""
+        stats = tape.publish()
         if stats is None:
             return
         self.figures.count(stats)
@@ -422,6 +396,12 @@ class OffloadEngine:
         )
 
     @property
+    def has_packed_nothing(self) -> bool:
+        """True if the newest forward has come to its end, and nothing was packed in it."""
+        tape = self._tape
+        return tape is not None and not (tape.is_failed or tape.stats.num_packs)
+
+    @property
     def num_forwards(self) -> int:
         """Forwards begun so far."""
         return self._num_tapes
@@ -444,10 +424,6 @@ class OffloadEngine:
         """Return the figures so far of the forwards from number *since* on that still count."""
         return [tape.stats for tape in list(self._open_tapes.values()) if tape.number >= since]
 
-    def release_done(self) -> None:
-        """Let go of device copies that have left; for moments in which nothing else would."""
-        self.link.offloads.release_done()
-
     def note_passed_over(self, reason: str) -> None:
         """Note why hooks stayed off in a layer call."""
         self._passed_over = reason
@@ -459,3 +435,11 @@ class OffloadEngine:
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self._passed_over
         )
+
+
+def _close(call: LayerCall) -> None:
+    """End what goes on in *call*; it may be called again, also where it was interrupted."""
+    recomputation = call.recomputation
+    if recomputation is not None:
+        recomputation.close()  # first: it sees every operation of this thread
+    call.close()

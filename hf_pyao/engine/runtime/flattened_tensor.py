@@ -16,37 +16,31 @@ Their handle is :class:`~hf_pyao.engine.runtime.saved_tensor.FlattenedTensor`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+Watch: TypeAlias = tuple[torch.Tensor, int]
+"""A tensor that has the version counter of another one, and the version which that had."""
 
-class EmptiedCounter:
-    """Sees in-place changes of a tensor of a subclass without keeping its inner tensors alive.
+
+def emptied(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> Watch:
+    """Watch *tensor*, of a subclass, which has *inner* tensors by attribute; keep none of these.
 
     A detached tensor shares its origin's version counter; its inner tensors are exchanged for empty
     ones. The counters of inner tensors would not do: a subclass changes them below autograd.
+
+    Raises:
+        AttributeError: its class does not let them be exchanged.
+        TypeError: the same, or its ``detach`` makes no other tensor.
     """
-
-    def __init__(self, tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
-        """Watch *tensor*, which has *inner* tensors by attribute.
-
-        Raises:
-            AttributeError: its class does not let them be exchanged.
-            TypeError: the same, or its ``detach`` makes no other tensor.
-        """
-        self._counter = tensor.detach()
-        if self._counter is tensor:
-            raise TypeError("a detached tensor is another object")
-        self._version = tensor._version
-        for name, each in inner.items():
-            setattr(self._counter, name, each.new_empty(0))
-
-    @property
-    def is_modified(self) -> bool:
-        """True once the tensor was changed in place."""
-        return self._counter._version != self._version
+    counter = tensor.detach()
+    if counter is tensor:
+        raise TypeError("a detached tensor is another object")
+    for name, each in inner.items():
+        setattr(counter, name, each.new_empty(0))
+    return counter, tensor._version
 
 
 class Flattening:
@@ -56,9 +50,13 @@ class Flattening:
         tensor: of a traceable wrapper subclass.
         others: what ``__tensor_flatten__`` names and is no tensor (a ``DTensor``'s mesh), by name.
         context: what the class needs beside its inner tensors.
+        watch: sees in-place changes of the first.
     """
 
-    def __init__(self, tensor: torch.Tensor, others: Mapping[str, Any], context: Any) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, others: Mapping[str, Any], context: Any, watch: Watch
+    ) -> None:
+        self.watch = watch
         self._kind: Any = type(tensor)
         self._others = dict(others)
         self._context = context
@@ -84,13 +82,11 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def flatten(
-    tensor: torch.Tensor,
-) -> tuple[Flattening, dict[str, torch.Tensor], EmptiedCounter] | None:
+def flatten(tensor: torch.Tensor) -> tuple[Flattening, dict[str, torch.Tensor]] | None:
     """Take *tensor* apart; None if it has to be kept as it is.
 
     Returns:
-        How to make it anew, its inner tensors by attribute, and what sees changes of it.
+        How to make it anew, and its inner tensors by attribute.
     """
     anything: Any = tensor
     if not is_traceable_wrapper_subclass(anything) or tensor.is_nested or tensor._version:
@@ -105,7 +101,7 @@ def flatten(
         return None
     others = {name: each for name, each in values.items() if name not in inner}
     try:
-        counter = EmptiedCounter(tensor, inner)
+        watch = emptied(tensor, inner)
     except (AttributeError, TypeError):  # properties, slots, frozen dataclasses
         return None
-    return Flattening(plain, others, context), inner, counter
+    return Flattening(plain, others, context, watch), inner

@@ -7,10 +7,10 @@ layer, to know who is running when a tensor is saved.
 [Note: Entering and leaving]
 A layer's hooks are a pre-forward and a post-forward hook (``always_call``). The post-forward hook
 does not run on KeyboardInterrupt, and runs without its partner if an earlier pre-forward hook
-raised. Hence a stack of tokens: leaving without a token does nothing, and whatever was
-left behind is taken down when the next forward begins (or when the offloader is detached). A token
-is there before anything is switched on, and goes after everything was switched off; see also
-[Note: Interrupts] in ``torch_stacks``.
+raised. So what is put on for a layer is noted before it is put on (:class:`Inside`), and leaving
+another layer than that does nothing. A forward that failed or was interrupted is thrown away when
+the next one begins, or when the offloader is detached: all that it made hangs on its tape. Only
+torch's own stacks are put right by hand, see [Note: Interrupts] in ``torch_stacks``.
 
 [Note: Checkpointing]
 transformers checkpoints a layer inside ``forward`` since 5.23, so that our hooks sit outside and
@@ -27,6 +27,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +48,7 @@ from hf_pyao.engine.runtime.model_hooks import (
     take_off_inert,
 )
 from hf_pyao.engine.runtime.parameters import FrozenShapes
-from hf_pyao.engine.runtime.running import Running, Token
-from hf_pyao.engine.runtime.sharding import NoSharding, Sharding
+from hf_pyao.engine.runtime.sharding import Sharding
 from hf_pyao.engine.runtime.tape import Layer, LayerCall
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
@@ -57,6 +58,7 @@ from hf_pyao.engine.torch_hooks.passing_over import (
     reason_to_pass_over,
 )
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
+    Pack,
     pack_hook,
     pop_hooks,
     push_hooks,
@@ -87,6 +89,80 @@ class Way(NamedTuple):
     reason_not_traceable: Callable[[], str | None]
     """Says why its operations cannot be seen."""
     hooks_for: Callable[[LayerCall], Hooks]
+
+
+@dataclass(slots=True)
+class Inside:
+    """The layer that the thread is inside of; what is None was not put on yet."""
+
+    module: nn.Module
+    is_checkpointed: bool
+    call: LayerCall | None = None
+    pack: Pack | None = None
+
+
+class Running:
+    """State of the thread that is served; there is one at a time."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+        """The thread that is served; 0 before the first."""
+        self._is_in_forward = False
+        """True from the beginning of its forward until the last layer ends."""
+        self._passed_over: set[int] = set()
+        """Threads whose forward began while another one was served."""
+        self._lock = threading.Lock()
+        self._inside: Inside | None = None
+
+    @property
+    def inside(self) -> Inside | None:
+        """The layer that the calling thread is inside of."""
+        return self._inside if get_ident() == self._thread else None
+
+    @property
+    def call(self) -> LayerCall | None:
+        """The call of that layer."""
+        inside = self._inside
+        return None if inside is None or get_ident() != self._thread else inside.call
+
+    @property
+    def is_served(self) -> bool:
+        """True on the thread that is served."""
+        return get_ident() == self._thread
+
+    def serve(self, *, begins: bool, is_under_way: Callable[[], bool]) -> bool:
+        """Serve the calling thread from here on, if no other one is; say whether it is served.
+
+        Code that runs inside of a backward pass, on a thread of autograd's, is always served.
+
+        Args:
+            begins: the thread begins a forward. One that was passed over is to its end.
+            is_under_way: says whether a forward that has ended still waits for its backward.
+        """
+        here = get_ident()
+        with self._lock:
+            if begins:
+                self._passed_over.discard(here)
+            if here != self._thread and not is_in_backward():
+                is_busy = self._is_in_forward or self._inside or is_under_way()
+                if here in self._passed_over or (is_busy and _is_alive(self._thread)):
+                    self._passed_over.add(here)
+                    return False
+                self._inside = None  # of a thread that ended inside of a layer
+            self._thread = here
+            self._is_in_forward = True
+            return True
+
+    def enter(self, module: nn.Module, *, is_checkpointed: bool) -> Inside:
+        """Note that the thread enters a layer; return the note."""
+        self._inside = Inside(module, is_checkpointed)
+        return self._inside
+
+    def leave(self, *, ends_forward: bool) -> None:
+        """Note that the thread has left the layer; *ends_forward*: it was the last, or failed."""
+        self._inside = None
+        if ends_forward:
+            self._is_in_forward = False
 
 
 class Lifecycle:
@@ -120,7 +196,7 @@ class Lifecycle:
         self._named_submodules = named_submodules
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._stack = weakref.ref(stack)
-        self._sharding = sharding or NoSharding()
+        self._sharding = sharding or Sharding()
         for index, (fqn, module) in enumerate(layers):
             self._layers[module] = Layer(index, fqn)
         self._modules = [
@@ -225,15 +301,15 @@ class Lifecycle:
             return
         self.leave_all()
         self._before_forward()
-        self.engine.release_done()
+        self.engine.link.release_done()
         weights = self.engine.weights
         if weights is not None:
             weights.begin_forward(trains=torch.is_grad_enabled())
         if self.engine.rests:
             self.engine.end_forward()  # of the time before
-            self.running.end_forward()
+            self.running.leave(ends_forward=True)
         elif self._is_to_enter(stack):
-            if not self.running.begin_forward(self.engine.num_packs):
+            if self.engine.has_packed_nothing:
                 self.engine.warn_idle()
             self._wrap_checkpointing()
             self.engine.begin_forward()
@@ -261,52 +337,37 @@ class Lifecycle:
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Switch the saved-tensor hooks of *module*'s layer on.
-
-        Returns:
-            The arguments that it is to get in place of its own; None: it gets its own.
-        """
+    ) -> None:
+        """Switch the saved-tensor hooks of *module*'s layer on."""
         if is_compiling:
             self._check_compiled()
-        if not self._is_to_enter(module):
-            return None
         layer = self._layers.get(module)
         if layer is None or self._is_removed or self.engine.rests:
-            return None
-        if not self.serves(module):
-            return None
-        tokens = self.running.tokens
+            return
+        if not (self._is_to_enter(module) and self.serves(module)):
+            return
         reason = reason_to_pass_over()
         if reason is not None:
             self._pass_over(layer, reason)
-            return None
-        if tokens:
-            if tokens[-1].is_checkpointed and tokens[-1].module is module:
-                return None
-            self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
+            return
+        outer = self.running.inside
+        if outer is not None:
+            if outer.is_checkpointed and outer.module is module:
+                return
+            self._warn_abandoned(self._layers[outer.module].fqn, layer.fqn)
             self.leave_all()
-        call = None
         way = self._way_of(module, layer, args, kwargs, is_compiling=is_compiling)
-        try:
-            call = self.engine.forward_start(
-                layer,
-                is_last_run=self.running.count_run(layer),
-                shared=shared_inputs(args, kwargs),
-                frozen_shapes=self._frozen_shapes(module),
-                reason_not_traceable=way.reason_not_traceable,
-                is_compiled=is_compiling,  # see [Note: Compiled code]
-            )
-            pack_tensor, unpack = way.hooks_for(call)
-            pack = pack_hook(pack_tensor, call)
-            tokens.append(Token(module, call, pack, is_checkpointed))
-            push_hooks(pack, unpack)
-        except BaseException:
-            self.leave_all()
-            if call is not None:
-                self.engine.abort(call)
-            raise
-        return None
+        inside = self.running.enter(module, is_checkpointed=is_checkpointed)
+        inside.call = call = self.engine.forward_start(
+            layer,
+            shared=shared_inputs(args, kwargs),
+            frozen_shapes=self._frozen_shapes(module),
+            reason_not_traceable=way.reason_not_traceable,
+            is_compiled=is_compiling,  # see [Note: Compiled code]
+        )
+        pack, unpack = way.hooks_for(call)
+        inside.pack = pack_hook(pack, call)
+        push_hooks(inside.pack, unpack)
 
     def _pass_over(self, layer: Layer, reason: str) -> None:
         """Leave the hooks off in a call of *layer*."""
@@ -366,24 +427,22 @@ class Lifecycle:
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""
-        tokens = self.running.tokens
-        if not tokens or tokens[-1].module is not module:
+        inside = self.running.inside
+        if inside is None or inside.module is not module:
             return
-        if tokens[-1].is_checkpointed != is_checkpointed:
+        if inside.is_checkpointed != is_checkpointed:
             return
-        token = tokens[-1]
+        layer, call, pack = self._layers[module], inside.call, inside.pack
+        if outputs is None or call is None or pack is None:
+            explain_failure(sys.exc_info()[1], layer.fqn)
+            self.leave_all()
+            return
         try:
-            if outputs is None:
-                explain_failure(sys.exc_info()[1], token.call.fqn)
-                self.leave_all()
-            else:
-                self._layer_ends(module, outputs)
-                pop_hooks(token.pack, token.call.fqn)
-                self.engine.forward_end(token.call, list(tensors_in(outputs)))
-                tokens.pop()
-                if token.call.layer.index == len(self._layers) - 1:
-                    self.running.end_forward()
-        except BaseException:
+            self._layer_ends(module, outputs)
+            pop_hooks(pack, layer.fqn)
+            self.engine.forward_end(call, list(tensors_in(outputs)))
+            self.running.leave(ends_forward=layer.index == len(self._layers) - 1)
+        except Exception:
             self.leave_all()
             raise
 
@@ -392,19 +451,16 @@ class Lifecycle:
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward of this thread left behind."""
-        tokens = self.running.tokens
-        while tokens:
-            token = tokens[-1]
-            pop_hooks(token.pack, token.call.fqn)
-            self.engine.abort(token.call)
-            if tokens and tokens[-1] is token:
-                tokens.pop()
-            self.running.end_forward()
+        inside = self.running.inside
+        if inside is not None:
+            if inside.pack is not None:
+                pop_hooks(inside.pack, self._layers[inside.module].fqn)
+            self.engine.abort()
+            self.running.leave(ends_forward=True)
 
     def give_up(self, since: int) -> None:
         """Take down all that this thread's forwards from number *since* on, which failed, left."""
         self.leave_all()
-        self.running.forget_forward()
         self.engine.give_up(since)
 
     def _warn_abandoned(self, outer: str, inner: str) -> None:
@@ -424,7 +480,7 @@ class Lifecycle:
     @property
     def is_inside_layer(self) -> bool:
         """True while this thread is inside of a layer that was entered."""
-        return bool(self.running.tokens)
+        return self.running.inside is not None
 
     def _frozen_shapes(self, module: nn.Module) -> FrozenShapes | None:
         """Return the shapes by which autocast copies of frozen weights are known."""
@@ -437,3 +493,7 @@ class Lifecycle:
         if is_compiling or any(is_compiled(child) for child in module.modules()):
             return COMPILED
         return reason_of_dispatch_modes() or self._sharding.reason_not_traceable(module)
+
+
+def _is_alive(thread: int) -> bool:
+    return any(each.ident == thread for each in threading.enumerate())

@@ -10,59 +10,19 @@ import contextlib
 import functools
 import typing
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_pyao.engine.runtime.running import Running
+from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.torch_hooks.checkpoint_arguments import hooks_argument
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 
-
-class Driver(Protocol):
-    """What the hooks drive."""
-
-    @property
-    def owner(self) -> Any:
-        """Who installed the hooks."""
-        ...
-
-    @property
-    def running(self) -> Running:
-        """State of the calling thread."""
-        ...
-
-    @property
-    def is_inside_layer(self) -> bool:
-        """True while this thread is inside of a layer that was entered."""
-        ...
-
-    def begin_forward(self, stack: nn.Module) -> None:
-        """Note that the stack of layers starts a forward."""
-        ...
-
-    def begin_compiled(self, stack: nn.Module) -> None:
-        """Note that the stack of layers starts a forward in compiled code."""
-        ...
-
-    def enter(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_checkpointed: bool = False,
-        is_compiling: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note that a layer starts; return its arguments if it is to get others."""
-        ...
-
-    def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
-        """Note that a layer ends; *outputs* is None where it failed."""
-        ...
+if TYPE_CHECKING:
+    from hf_pyao.engine.runtime.lifecycle import Lifecycle
 
 
 def _gone(module: nn.Module, *_: Any) -> None:
@@ -70,7 +30,7 @@ def _gone(module: nn.Module, *_: Any) -> None:
     _take_off(module, lambda hook: hook is _gone)
 
 
-def take_off(module: nn.Module, lifecycle: Driver) -> None:
+def take_off(module: nn.Module, lifecycle: Lifecycle) -> None:
     """Take the hooks of *lifecycle* off *module*."""
     _take_off(module, lambda hook: isinstance(hook, ModelHook) and hook.lifecycle is lifecycle)
 
@@ -100,7 +60,7 @@ def _take_off(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
 class ModelHook:
     """A hook that drives one lifecycle. In a copied or unpickled model it becomes inert."""
 
-    def __init__(self, lifecycle: Driver) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self.lifecycle = lifecycle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -118,14 +78,9 @@ class ModelHook:
 class BeginHook(ModelHook):
     """Pre-forward hook of the stack."""
 
-    def __init__(self, lifecycle: Driver) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         super().__init__(lifecycle)
         self._begin_uncompiled = uncompiled(lifecycle.begin_compiled)
-
-    @property
-    def owner(self) -> Any:
-        """Who installed the hooks."""
-        return self.lifecycle.owner
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin a forward."""
@@ -138,25 +93,26 @@ class BeginHook(ModelHook):
 class EnterHook(ModelHook):
     """Pre-forward hook of a layer."""
 
-    def __init__(self, lifecycle: Driver) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         super().__init__(lifecycle)
         self._enter_uncompiled = uncompiled(lifecycle.enter)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         """Enter the layer; *kwargs* are missing if an interrupt came as this was put on or off."""
         if kwargs is None:
-            return None
+            return
         if torch.compiler.is_compiling():
-            return self._enter_uncompiled(module, args, kwargs, is_compiling=True)
-        return self.lifecycle.enter(module, args, kwargs)
+            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
+        else:
+            self.lifecycle.enter(module, args, kwargs)
 
 
 class LeaveHook(ModelHook):
     """Post-forward hook of a layer."""
 
-    def __init__(self, lifecycle: Driver) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         super().__init__(lifecycle)
         self._leave_uncompiled = uncompiled(lifecycle.leave)
 
@@ -175,7 +131,7 @@ class PathStartHook(ModelHook):
     passes it by, so that it breaks no graph: slots are then named by layer alone.
     """
 
-    def __init__(self, lifecycle: Driver, path: str, *, has_cast_input: bool) -> None:
+    def __init__(self, lifecycle: Lifecycle, path: str, *, has_cast_input: bool) -> None:
         """Name the sub-module *path*.
 
         Args:
@@ -192,21 +148,20 @@ class PathStartHook(ModelHook):
         """Note the start of the sub-module."""
         if torch.compiler.is_compiling():
             return
-        tokens = self._running.tokens
-        if tokens:
-            call = tokens[-1].call
+        call = self._running.call
+        if call is not None:
             cast_input = None
             if call.is_autocast and self._has_cast_input and len(args) == 1:
                 cast_input = args[0] if isinstance(args[0], Tensor) else None
             call.enter(self.path, cast_input)
             if call.observer is not None:
-                _hear_start(call, self.path, args)
+                _tell(call.observer, call, args, is_start=True)
 
 
 class PathEndHook(ModelHook):
     """Post-forward hook of a sub-module: notes that its parent runs again."""
 
-    def __init__(self, lifecycle: Driver) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         super().__init__(lifecycle)
         self._running = lifecycle.running
 
@@ -214,49 +169,32 @@ class PathEndHook(ModelHook):
         """Note the end of the sub-module."""
         if torch.compiler.is_compiling():
             return
-        tokens = self._running.tokens
-        if tokens:
-            call = tokens[-1].call
+        call = self._running.call
+        if call is not None:
             if call.observer is not None:
-                _hear_end(call, output)
+                _tell(call.observer, call, output, is_start=False)
             call.leave()
 
 
-def _hear_start(call: LayerCall, path: str, args: Any) -> None:
-    """Tell the observer that a sub-module starts, and later that its backward ends."""
-    observer, layer = call.observer, call.fqn
-    assert observer is not None
-    observer.on_module(layer, path, "forward", is_start=True)
+def _tell(observer: Observer, call: LayerCall, value: Any, *, is_start: bool) -> None:
+    """Tell that a sub-module starts with *value*, or ends with it.
+
+    Its backward ends, or starts, when a gradient reaches a node that made a tensor in *value*.
+    """
+    layer, path = call.fqn, call.paths[-1]
+    observer.on_module(layer, path, "forward", is_start=is_start)
 
     def on_gradient(_: Any) -> None:
-        observer.on_module(layer, path, "backward", is_start=False)
+        observer.on_module(layer, path, "backward", is_start=not is_start)
 
-    for node in _nodes_of(args):
+    for node in {t.grad_fn: None for t in tensors_in(value) if t.grad_fn is not None}:
         node.register_prehook(on_gradient)
-
-
-def _hear_end(call: LayerCall, output: Any) -> None:
-    """Tell the observer that a sub-module ends, and later that its backward starts."""
-    observer, layer, path = call.observer, call.fqn, call.paths[-1]
-    assert observer is not None
-    observer.on_module(layer, path, "forward", is_start=False)
-
-    def on_gradient(_: Any) -> None:
-        observer.on_module(layer, path, "backward", is_start=True)
-
-    for node in _nodes_of(output):
-        node.register_prehook(on_gradient)
-
-
-def _nodes_of(value: Any) -> dict[torch.autograd.graph.Node, None]:
-    """Return the distinct nodes that made the tensors in *value*."""
-    return {t.grad_fn: None for t in tensors_in(value) if t.grad_fn is not None}
 
 
 class CheckpointFunction:
     """Wraps a model's checkpointing function, to enter the layer outside of the checkpoint."""
 
-    def __init__(self, lifecycle: Driver, function: Callable[..., Any]) -> None:
+    def __init__(self, lifecycle: Lifecycle, function: Callable[..., Any]) -> None:
         self.lifecycle = lifecycle
         self.function = function
         self._call = _with_hooks_argument(function)
@@ -268,9 +206,9 @@ class CheckpointFunction:
         if not isinstance(module, nn.Module) or self.lifecycle.is_inside_layer:
             return self._call(run, *args, **kwargs)
         run_kwargs = run.keywords if isinstance(run, functools.partial) else {}
-        self.lifecycle.enter(module, args, run_kwargs, is_checkpointed=True)
         outputs = None
         try:
+            self.lifecycle.enter(module, args, run_kwargs, is_checkpointed=True)
             outputs = self._call(run, *args, **kwargs)
         finally:
             self.lifecycle.leave(module, outputs, is_checkpointed=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +14,7 @@ from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.metrics import MicroBatchStats
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., None])
 
 OVERHEADS = ("encode", "decode", "trace", "restore", "recompute")
 """What :meth:`Observer.around` times: encoding and decoding by codecs, seeing operations, bringing
@@ -82,46 +84,30 @@ class Observer:
         return work()
 
 
+def _to_each(method: Method) -> Method:
+    """Return what calls *method*, one of :class:`Observer`'s, of each of several observers."""
+
+    def tell(self: Observers, *args: Any, **kwargs: Any) -> None:
+        call = methodcaller(method.__name__, *args, **kwargs)
+        for observer in self.observers:
+            call(observer)
+
+    return cast("Method", tell)
+
+
 class Observers(Observer):
     """Tells several observers, in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = tuple(observers)
 
-    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_module(layer, path, phase, is_start=is_start)
-
-    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_pack(layer, path, tensor)
-
-    def on_unpack(self, slot: Slot) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_unpack(slot)
-
-    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_slot(slot, stays, decision)
-
-    def on_dropped(self, layer: str, nbytes: int, *, stays: bool) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_dropped(layer, nbytes, stays=stays)
-
-    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_copy(direction, label, nbytes, ticket)
-
-    def on_micro_batch(self, stats: MicroBatchStats) -> None:
-        """Tell each."""
-        for observer in self.observers:
-            observer.on_micro_batch(stats)
+    on_module = _to_each(Observer.on_module)
+    on_pack = _to_each(Observer.on_pack)
+    on_unpack = _to_each(Observer.on_unpack)
+    on_slot = _to_each(Observer.on_slot)
+    on_dropped = _to_each(Observer.on_dropped)
+    on_copy = _to_each(Observer.on_copy)
+    on_micro_batch = _to_each(Observer.on_micro_batch)
 
     def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
         """Run *work* inside of each."""

@@ -19,7 +19,6 @@ from hf_pyao.engine.codecs import Codec, get_codec
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.runtime.equal_casts import cast_key
 from hf_pyao.engine.runtime.flattened_tensor import flatten
-from hf_pyao.engine.runtime.hook_side import HookSide
 from hf_pyao.engine.runtime.parameters import is_parameter, makes_new_tensors
 from hf_pyao.engine.runtime.policy import Decision, Keep, Offload, Recompute, Situation
 from hf_pyao.engine.runtime.recomputation import Anchor, Refused
@@ -27,38 +26,30 @@ from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
     KeptTensor,
+    Record,
     SavedStorage,
     SavedTensor,
-    WatchedStorage,
-    kept_as_it_is,
     whole_source,
 )
 from hf_pyao.engine.runtime.slots import Slot
-from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
-from hf_pyao.engine.transfer.compute_streams import OTHER_STREAM, visitor_of
 from hf_pyao.engine.transfer.layout import (
     PLAIN_DTYPES,
-    SUBCLASS,
-    UNSUPPORTED,
     Layouts,
+    Stays,
     TensorLayout,
     has_bytes,
     has_storage,
-    nbytes_of,
+    num_modes,
     reason_not_movable,
 )
 from hf_pyao.engine.transfer.mover import Mover
 
-SHARED_BY_LAYERS = "shared by layers"
-ELSEWHERE = "not on the device"
-EMPTY = "empty"
-DUPLICATE = "equal to another"
-
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 
 
-class Packer(HookSide):
+class Packer:
     """Takes over what autograd saves: keeps it, moves it to the host, or drops it.
 
     Args:
@@ -67,7 +58,8 @@ class Packer(HookSide):
     """
 
     def __init__(self, *, codec: Codec, mover: Mover) -> None:
-        super().__init__()
+        self.weights: StreamedWeights | None = None
+        """Weights that are streamed; None: all are on the device."""
         self.buffer_keys: Container[int] = frozenset()
         """Storages of the model's buffers, which never move."""
         self._codec = codec
@@ -126,7 +118,7 @@ class Packer(HookSide):
             or tensor.dtype not in PLAIN_DTYPES
         ):
             reason = reason_not_movable(tensor)
-            if reason is SUBCLASS:
+            if reason is Stays.SUBCLASS:
                 return self._pack_subclass(call, tensor)
             if reason is not None:
                 return self._keep_unmovable(call, tensor, reason)
@@ -134,6 +126,8 @@ class Packer(HookSide):
         # of what such a one has made.
         node, base = tensor.grad_fn, tensor._base
         if base is not None:
+            if type(base) is Parameter:
+                return self._keep_parameter(call, tensor)
             node = base.grad_fn if type(base) is _TENSOR else None
         makes_new = self._makes_new.get(type(node))
         if not makes_new:
@@ -144,7 +138,7 @@ class Packer(HookSide):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.buffer_keys:
-            return kept_as_it_is(tensor, call, call.layer.unnamed(call.paths[-1]))
+            return _kept(tensor, call, call.layer.unnamed(call.paths[-1]))
         if self._notes_shapes:
             call.saved_shapes.add(tuple(tensor.shape))
         entries = call.table.entries.get(key)
@@ -175,8 +169,9 @@ class Packer(HookSide):
         key = cast_key(tensor, source)
         ref = None if key is None else call.casts.get(key)
         record = ref() if ref is not None else None
-        if isinstance(record, SavedStorage) and record.is_equal_here(nbytes):
-            self._decide(call, call.next_entry(nbytes, tensor.dtype), DUPLICATE)
+        is_elsewhere = call.tape.has_streams and call.tape.is_elsewhere(tensor.device)
+        if record is not None and record.nbytes == nbytes and not is_elsewhere:
+            self._decide(call, call.next_entry(nbytes, tensor.dtype), Stays.DUPLICATE)
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
             call.table.add(storage, weakref.ref(record))
@@ -200,21 +195,21 @@ class Packer(HookSide):
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         if type(entries) is Slot:
-            return kept_as_it_is(tensor, call, entries)
+            return _kept(tensor, call, entries)
         several: list[Entry] = entries  # type: ignore[assignment]
         recomputation = call.recomputation
         if recomputation is not None and recomputation.was_written(tensor):
             several.clear()  # they stand for what it held before
-        elsewhere: WatchedStorage | None = None
         for entry in several:
             if isinstance(entry, Slot):
-                return kept_as_it_is(tensor, call, entry)
-            record: WatchedStorage | None = entry()
+                return _kept(tensor, call, entry)
+            record: Record | None = entry()
             if record is None or record.version != version:
                 continue
-            if record.home is not None and visitor_of(record.home) is not None:
-                elsewhere = record
-                continue
+            if record.home is not None and call.tape.is_elsewhere(tensor.device):
+                return self._keep(
+                    call, tensor, tensor.untyped_storage(), record.slot, Stays.OTHER_STREAM
+                )
             shares_counter = record.shares_counter_with(tensor)
             layout = record.layout
             if not (layout.is_of(tensor) and (shares_counter or not version)):
@@ -229,8 +224,6 @@ class Packer(HookSide):
             ):
                 record.renew(tensor)
             return SavedTensor(record, layout, call)
-        if elsewhere is not None:
-            return self._keep(call, tensor, tensor.untyped_storage(), elsewhere.slot, OTHER_STREAM)
         return None
 
     # ---- what is new ---------------------------------------------------------------------------
@@ -245,22 +238,21 @@ class Packer(HookSide):
     ) -> Handle:
         """Decide on a storage, or a content of one, that is new to the tape, and act on it."""
         if call.shared_keys and storage._cdata in call.shared_keys:
-            return self._keep_shared(call, tensor, storage, nbytes)
+            slot = call.shared(nbytes, tensor.dtype)
+            shared = _ask(call, slot, None, Stays.SHARED)
+            return self._carry_out(call, tensor, storage, slot, Stays.SHARED, shared)
         entry = call.next_entry(nbytes, tensor.dtype)
         if call.recomputation is not None:
             return self._place_traced(call, tensor, storage, entry.slot)
         decision = entry.decision
-        if (
-            entry.policy is call.policy  # mostly: what was decided before holds
-            and self.observer is None
-        ):
+        if entry.policy is call.policy and self._mover.observer is None:  # mostly: that holds
             if type(decision) is Keep:
-                slot = entry.slot
-                if entries is None:
-                    call.stats.kept_bytes[decision.reason] += nbytes
-                    call.table.entries[storage._weak_ref()] = slot  # type: ignore[index]
-                    return KeptTensor(tensor.detach(), tensor._version, call, slot)
-                return self._keep(call, tensor, storage, slot, decision.reason)
+                if entries is not None:
+                    return self._keep(call, tensor, storage, entry.slot, decision.reason)
+                call.stats.kept_bytes[decision.reason] += nbytes
+                table, slot = call.table.entries, entry.slot
+                table[storage._weak_ref()] = slot  # type: ignore[index]
+                return KeptTensor(tensor.detach(), tensor._version, call, slot)
             if type(decision) is Offload:
                 layout = self._layouts.of(tensor)
                 if layout in self._movable_layouts:
@@ -270,29 +262,21 @@ class Packer(HookSide):
             decision = self._decide(call, entry, stays)
         return self._carry_out(call, tensor, storage, entry.slot, stays, decision)
 
-    def _keep_shared(
-        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-    ) -> Handle:
-        """Keep what other layers get too; the policy only hears of it."""
-        slot = call.shared(nbytes, tensor.dtype)
-        call.policy.decide(slot, Situation(call.is_last_run, None, SHARED_BY_LAYERS))
-        return self._carry_out(call, tensor, storage, slot, SHARED_BY_LAYERS, _KEEP_SHARED)
-
     def _reason_to_stay(
         self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-    ) -> str | None:
+    ) -> Stays | None:
         """Say why *tensor*'s storage stays whatever the policy decides; None if it need not."""
         if call.shared_keys and storage._cdata in call.shared_keys:
-            return SHARED_BY_LAYERS
+            return Stays.SHARED
         if not nbytes or not tensor.numel():
-            return EMPTY
+            return Stays.EMPTY
         device = tensor.device
         is_handled = self._handled.get(device)
         if is_handled is None:
             is_handled = self._handled[device] = self._handles(device)
-        return None if is_handled else ELSEWHERE
+        return None if is_handled else Stays.ELSEWHERE
 
-    def _decide(self, call: LayerCall, entry: SlotEntry, stays: str | None) -> Decision:
+    def _decide(self, call: LayerCall, entry: SlotEntry, stays: Stays | None) -> Decision:
         """Ask the policy; if its answer holds from call to call, remember it."""
         decision = _ask(call, entry.slot, None, stays)
         if call.policy.is_static:
@@ -315,8 +299,8 @@ class Packer(HookSide):
         if isinstance(decision, Recompute):
             dropped = self._drop(call, tensor, storage, slot)
             if dropped is not None:
-                if self.observer is not None:
-                    self.observer.on_slot(slot, stays, decision)
+                if self._mover.observer is not None:
+                    self._mover.observer.on_slot(slot, stays, decision)
                 return dropped
             decision = decision.otherwise
         return self._carry_out(call, tensor, storage, slot, stays, decision)
@@ -332,12 +316,12 @@ class Packer(HookSide):
         if not has_bytes(tensor):  # nothing could be compared with what is rebuilt
             return None
         if call.is_forked:  # a replay would read on one stream what others made and let go of
-            call.stats.not_recomputed_bytes[OTHER_STREAM] += slot.nbytes
+            call.stats.not_recomputed_bytes[Stays.OTHER_STREAM] += slot.nbytes
             return None
         recomputation = call.recomputation
         assert recomputation is not None
         layout = self._layouts.of(tensor)
-        record: WatchedStorage | None = recomputation.known(tensor, storage)
+        record: Record | None = recomputation.known(tensor, storage)
         if record is not None:  # what was noted for its storage is gone: the tape was closed
             record.stand_for(layout)
             if not record.shares_counter_with(tensor):
@@ -390,12 +374,12 @@ class Packer(HookSide):
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         slot: Slot,
-        stays: str | None,
+        stays: Stays | None,
         decision: Decision,
     ) -> Handle:
         """Move or keep *tensor*'s storage, as *decision* says, and tell the observer."""
-        if self.observer is not None:
-            self.observer.on_slot(slot, stays, decision)
+        if self._mover.observer is not None:
+            self._mover.observer.on_slot(slot, stays, decision)
         while type(decision) is Recompute:  # of a layer that is not traced
             call.stats.not_recomputed_bytes[NOT_TRACED] += slot.nbytes
             decision = decision.otherwise
@@ -417,9 +401,14 @@ class Packer(HookSide):
         """Leave *tensor*'s storage where it is, for *reason*; None if it is counted already."""
         if reason is not None:
             call.stats.kept_bytes[reason] += slot.nbytes
-        call.table.add_kept(storage, slot)
-        kept = kept_as_it_is(tensor, call, slot)
-        if reason is OTHER_STREAM:
+        entries = call.table.entries
+        known = entries.get(storage._cdata)
+        if known is None:
+            entries[storage._weak_ref()] = slot  # type: ignore[index]
+        elif isinstance(known, list):
+            known.append(slot)
+        kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
+        if reason is Stays.OTHER_STREAM:
             call.fork()
         if call.recomputation is not None and not call.is_forked:
             call.recomputation.note_stored(storage, tensor, kept)
@@ -435,22 +424,22 @@ class Packer(HookSide):
         layout: TensorLayout,
     ) -> Handle:
         """Move *tensor*'s storage off the device; where the mover finds no room, it stays."""
-        if not has_bytes(tensor):
-            return self._keep(call, tensor, storage, slot, UNSUPPORTED)
+        if (num_modes() or tensor._is_zerotensor()) and not has_bytes(tensor):
+            return self._keep(call, tensor, storage, slot, Stays.UNSUPPORTED)
         if call.tape.has_streams and call.tape.is_elsewhere(tensor.device):
-            return self._keep(call, tensor, storage, slot, OTHER_STREAM)
+            return self._keep(call, tensor, storage, slot, Stays.OTHER_STREAM)
         codec = decision.codec or self._codec
         if not codec.is_lossless and (self._packs_parts or self._is_row_statistic(call, tensor)):
             codec = self._exact
-        mover = self._mover
-        moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
-        if moved is None:
+        record = SavedStorage(self._mover, call, slot, tensor, layout)
+        if not self._mover.offload(record, codec):
             return self._keep(call, tensor, storage, slot, None)
-        record = SavedStorage(call, slot, tensor, moved, mover)
         ref = weakref.ref(record)
-        call.add(ref, moved)
+        call.records.append(ref)
+        if record.late_codec is not None:
+            call.put_off.append(ref)
         call.table.add(storage, ref)
-        if call.recomputation is not None and moved.is_whole and not call.is_forked:
+        if call.recomputation is not None and record.is_whole and not call.is_forked:
             call.recomputation.note_stored(storage, tensor, record)
         return SavedTensor(record, layout, call)
 
@@ -483,8 +472,8 @@ class Packer(HookSide):
         # What is rebuilt by replaying operations is known by what autograd saves, not by its parts.
         parts = None if call.recomputation is not None else flatten(tensor)
         if parts is None:
-            return self._keep_unmovable(call, tensor, SUBCLASS)
-        flattening, inner, counter = parts
+            return self._keep_unmovable(call, tensor, Stays.SUBCLASS)
+        flattening, inner = parts
         call.stats.num_packs -= 1  # its parts are counted
         outer, self._packs_parts = self._packs_parts, True
         try:
@@ -492,29 +481,32 @@ class Packer(HookSide):
         finally:
             self._packs_parts = outer
         slot = call.layer.unnamed(call.paths[-1])
-        return FlattenedTensor(flattening, handles, counter, call, slot)
+        return FlattenedTensor(flattening, handles, call, slot)
 
-    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        nbytes = nbytes_of(tensor) if has_storage(tensor) else 0
+    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: Stays) -> KeptTensor:
+        nbytes = tensor.nbytes if has_storage(tensor) else 0
         stats = call.stats
         stats.would_hold_bytes += nbytes
         stats.kept_bytes[reason] += nbytes
         entry = call.next_entry(nbytes, tensor.dtype)
         decision = self._decide(call, entry, reason)
-        if self.observer is not None:
-            self.observer.on_slot(entry.slot, reason, decision)
-        return kept_as_it_is(tensor, call, entry.slot)
+        if self._mover.observer is not None:
+            self._mover.observer.on_slot(entry.slot, reason, decision)
+        return _kept(tensor, call, entry.slot)
 
 
-_KEEP_SHARED = Keep(SHARED_BY_LAYERS)
+def _kept(tensor: torch.Tensor, call: LayerCall, slot: Slot) -> KeptTensor:
+    """Return the handle of *tensor*, which stays on the device, saved by *call* as *slot*."""
+    return KeptTensor(tensor.detach(), tensor._version, call, slot)
+
 
 NOT_TRACED = "not traced"
 """Why something was not recomputed: nothing of its layer call was seen."""
 
 
-def _ask(call: LayerCall, slot: Slot, producer: str | None, stays: str | None) -> Decision:
+def _ask(call: LayerCall, slot: Slot, producer: str | None, stays: Stays | None) -> Decision:
     """Return what the policy decides; to keep what stays in any case."""
     decision = call.policy.decide(slot, Situation(call.is_last_run, producer, stays))
-    if stays is None or (type(decision) is Keep and stays == ELSEWHERE):
+    if stays is None or (type(decision) is Keep and stays is Stays.ELSEWHERE):
         return decision
     return Keep(stays)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from hf_pyao.engine.runtime.sharding import NoSharding, Sharding
+from hf_pyao.engine.runtime.sharding import Sharding
 
 VIEW_OR_CAST_NODES = frozenset(
     {
@@ -63,7 +63,7 @@ class FrozenShapes:
 
     def __init__(self, layer: nn.Module | None = None, sharding: Sharding | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
-        self._sharding = sharding or NoSharding()
+        self._sharding = sharding or Sharding()
         self._weights: dict[torch.Size, set[tuple[torch.dtype, bool]]] | None = None
 
     def has_cast(self, tensor: torch.Tensor) -> bool:

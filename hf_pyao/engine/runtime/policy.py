@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,62 +141,20 @@ class Policy(abc.ABC):
         return self
 
 
-class AdaptedPolicy(Policy):
-    """An object with ``name`` and ``decide(slot, situation)`` that is no :class:`Policy`.
-
-    What else of a policy's attributes and methods the object has is used; the others have their
-    defaults.
-    """
-
-    def __init__(self, theirs: Any) -> None:
-        self.theirs = theirs
-        self.name = theirs.name
-        for name in ("is_static", "rests", "may_lose"):
-            setattr(self, name, bool(getattr(theirs, name, False)))
-        self.may_recompute = hasattr(theirs, "products_to_replay")
-
-    def decide(self, slot: Slot, situation: Situation) -> Decision:
-        """Ask the object."""
-        decision: Decision = self.theirs.decide(slot, situation)
-        return decision
-
-    def would_decide(self, slot: Slot, situation: Situation) -> Decision:
-        """Ask the object."""
-        decision: Decision = getattr(self.theirs, "would_decide", self.theirs.decide)(
-            slot, situation
-        )
-        return decision
-
-    def for_forward(self) -> Policy:
-        """Return what the object makes for a forward; itself if it makes nothing."""
-        make = getattr(self.theirs, "for_forward", None)
-        return self if make is None else as_policy(make())
-
-    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
-        """Ask the object, if it may recompute."""
-        if not self.may_recompute:
-            return None
-        found: frozenset[str] | None = self.theirs.products_to_replay(run)
-        return found
-
-
 def as_policy(given: Any) -> Policy:
-    """Return *given* as a :class:`Policy`: an object with ``name`` and ``decide`` is adapted.
+    """Return *given*, if it is a :class:`Policy`.
 
     Raises:
-        ConfigError: *given* is no such object.
+        ConfigError: it is none.
     """
-    if isinstance(given, Policy):
-        return given
-    if not hasattr(given, "name") or not callable(getattr(given, "decide", None)):
+    if not isinstance(given, Policy):
         raise ConfigError(
-            f"policy is {given!r}; expected a hf_pyao.engine.runtime.policy.Policy, or an object "
-            "with "
-            "`name` and `decide(slot, situation)`. A named one is made by "
+            f"policy is {given!r}; expected a subclass of hf_pyao.engine.runtime.policy.Policy, "
+            "which gives `name` and `decide(slot, situation)`. A named one is made by "
             "hf_pyao.plan.policies.by_name.make_policy(config).",
             key="wrong-argument",
         )
-    return AdaptedPolicy(given)
+    return given
 
 
 class OffloadAll(Policy):
@@ -239,6 +198,15 @@ class WrappedPolicy(Policy):
         self.may_lose = base.may_lose
         self.may_recompute = base.may_recompute
 
+    def for_forward(self) -> WrappedPolicy:
+        """Return the same over what the base policy makes for a forward."""
+        base = self.base.for_forward()
+        if base is self.base:
+            return self
+        other = copy.copy(self)
+        other.base = base
+        return other
+
     def runs_again(self, layer_index: int) -> bool:
         """Ask the base policy."""
         return self.base.runs_again(layer_index)
@@ -277,13 +245,6 @@ class RecomputeSelected(WrappedPolicy):
         otherwise = self.base.would_decide(slot, situation)
         return otherwise if isinstance(otherwise, Recompute) else Recompute(otherwise)
 
-    def for_forward(self) -> RecomputeSelected:
-        """Return the same over what the base policy makes for a forward."""
-        base = self.base.for_forward()
-        if base is self.base:
-            return self
-        return RecomputeSelected(base, self.selected, is_pointwise=self.is_pointwise)
-
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Return the selected sub-modules of the layer."""
         selected = self.selected.get(run.layer, frozenset())
@@ -312,11 +273,6 @@ class KeepLastLayers(WrappedPolicy):
         if situation.is_last_run and slot.layer_index >= self.first_kept:
             return _KEEP_LAST
         return self.base.would_decide(slot, situation)
-
-    def for_forward(self) -> KeepLastLayers:
-        """Return the same over what the base policy makes for a forward."""
-        base = self.base.for_forward()
-        return self if base is self.base else KeepLastLayers(base, self.first_kept)
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Ask the base policy about the layers before."""

@@ -6,8 +6,8 @@ A layer call, its layer and its tape each change their own state; others ask the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,33 +15,14 @@ from hf_pyao.engine.runtime.equal_casts import CastKey
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.parameters import FrozenShapes
 from hf_pyao.engine.runtime.policy import Decision, Policy
-from hf_pyao.engine.runtime.recomputation import Recomputation
 from hf_pyao.engine.runtime.slots import ANCHOR, NO_SLOT, SHARED, Slot
 from hf_pyao.engine.transfer.compute_streams import current_stream, streams_now
 from hf_pyao.engine.transfer.graph_task import NO_TASK
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.metrics import MicroBatchStats
 
-
-class Record(Protocol):
-    """What a layer call knows of a saved storage that was moved."""
-
-    @property
-    def moved(self) -> MovedBytes:
-        """Where its bytes are."""
-        ...
-
-    def settle(self) -> None:
-        """Queue its copy to the host, if that was put off."""
-        ...
-
-    def wait(self) -> None:
-        """Order compute behind its reload, if one is under way."""
-        ...
-
-    def drop_device_copy(self) -> None:
-        """Let go of what was brought back."""
-        ...
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.recomputer import CallRecomputation
+    from hf_pyao.engine.runtime.saved_tensor import SavedStorage
 
 
 class SlotEntry:
@@ -106,7 +87,7 @@ class Layer:
 class LayerCall:
     """One execution of a layer. Everything is keyed by it, never by the layer's name."""
 
-    recomputation: Recomputation | None = None
+    recomputation: CallRecomputation | None = None
     """What of it is traced, dropped and rebuilt; None if nothing is."""
     cast_input: torch.Tensor | None = None
     """Input of the projection that runs, which autocast casts for it."""
@@ -162,14 +143,15 @@ class LayerCall:
         """Stack of the sub-modules that are running."""
         self.entries = layer.entries(is_last_run)
         """Slots saved so far, and behind them what the call before saved besides."""
-        self.records: list[weakref.ref[Record]] = []
+        self.records: list[weakref.ref[SavedStorage]] = []
         """What was moved, in the order of packing."""
-        self.casts: dict[CastKey, weakref.ref[Record]] = {}
+        self.casts: dict[CastKey, weakref.ref[SavedStorage]] = {}
         """Casts of projections' inputs that were moved, until its forward ends."""
         self.saved_shapes: set[tuple[int, ...]] = set()
         """Shapes of what was saved so far, kept where a lossy codec must know statistics by
         shape."""
-        self._put_off: list[weakref.ref[Record]] = []
+        self.put_off: list[weakref.ref[SavedStorage]] = []
+        """Those whose copies are queued as the layer ends."""
         self._anchors: dict[int, Slot] = {}
         self._num_apart: dict[tuple[str, str], int] = {}
 
@@ -180,7 +162,7 @@ class LayerCall:
 
     # ---- its forward ---------------------------------------------------------------------------
 
-    def recompute_with(self, recomputation: Recomputation) -> None:
+    def recompute_with(self, recomputation: CallRecomputation) -> None:
         """Trace what is saved from here on."""
         self.recomputation = recomputation
 
@@ -249,12 +231,6 @@ class LayerCall:
         """Say whether autograd saves storage *key*, an anchor so far, for the first time now."""
         return bool(self._anchors) and self._anchors.pop(key, None) is not None
 
-    def add(self, record: weakref.ref[Any], moved: MovedBytes) -> None:
-        """Take *record* in, of what was *moved*."""
-        self.records.append(record)
-        if moved.late_codec is not None:
-            self._put_off.append(record)
-
     def close(self) -> None:
         """End its forward. It may be called again, also where it was interrupted."""
         if self.is_open:
@@ -265,14 +241,6 @@ class LayerCall:
         self.cast_input = None
         self.casts.clear()  # their keys hold the graph, which holds the call
 
-    def settle(self) -> None:
-        """Queue the copies that were put off to the end of the layer."""
-        for ref in self._put_off:
-            record = ref()
-            if record is not None:
-                record.settle()
-        self._put_off.clear()
-
     # ---- its backward --------------------------------------------------------------------------
 
     def start_backward(self, task: int) -> None:
@@ -280,7 +248,7 @@ class LayerCall:
         self.backward_task = task
         self.tape.start_backward()
 
-    def live_records(self) -> list[Record]:
+    def live_records(self) -> list[SavedStorage]:
         """Return the storages that some graph node may still ask for, in pack order."""
         return [record for ref in self.records if (record := ref()) is not None]
 
@@ -314,14 +282,6 @@ class StorageTable:
         elif isinstance(known, list):
             known.append(entry)
 
-    def add_kept(self, storage: torch.UntypedStorage, slot: Slot) -> None:
-        """Record that *storage* is kept."""
-        known = self.entries.get(storage._cdata)
-        if known is None:
-            self.entries[storage._weak_ref()] = slot  # type: ignore[index]
-        elif isinstance(known, list):
-            known.append(slot)
-
     def clear(self) -> None:
         """Forget everything."""
         entries, self.entries = self.entries, {}
@@ -342,12 +302,21 @@ class Tape:
     hold the tape, and the tape holds neither, so that an abandoned one disappears with its graph.
     """
 
-    def __init__(self, policy: Policy, number: int = 0, *, is_announced: bool = True) -> None:
-        """Open a tape that follows *policy*; *number* tells it from others of its engine.
+    def __init__(
+        self, policy: Policy, number: int, runs_before: Mapping[int, int], *, is_announced: bool
+    ) -> None:
+        """Open a tape.
 
-        *is_announced*: the module that runs the layers told of the forward; else that was concluded
-        from the order of the layers.
+        Args:
+            policy: decides in this forward.
+            number: tells it from others of its engine.
+            runs_before: how often each layer ran in the forward before, by index.
+            is_announced: the module that runs the layers told of the forward; else that was
+                concluded from the order of the layers.
         """
+        self.num_runs: dict[int, int] = {}
+        """How often each layer has run in this one."""
+        self._runs_before = runs_before
         self.policy = policy
         self.number = number
         self.is_announced = is_announced
@@ -357,7 +326,8 @@ class Tape:
         self.last_call: LayerCall | None = None
         self.has_run_backward = False
         self.is_failed = False
-        self.micro_batch = MicroBatch(self)
+        self._counted_with = [self.stats]
+        """Figures of the forwards of its micro-batch; none once they were counted."""
         self._homes = streams_now()
         """The compute stream on which it began; of a further device the first one seen."""
         self.has_streams = bool(self._homes)
@@ -383,6 +353,14 @@ class Tape:
             return False
         return layer.index < self.last_call.layer.index
 
+    def count_run(self, layer: Layer) -> bool:
+        """Count a run of *layer*; say whether it is the last one in this forward.
+
+        How often a layer runs is known from the forward before.
+        """
+        count = self.num_runs[layer.index] = self.num_runs.get(layer.index, 0) + 1
+        return count >= self._runs_before.get(layer.index, 1)
+
     def add(self, call: LayerCall) -> None:
         """Append *call*, which has just begun."""
         self.calls.append(weakref.ref(call))
@@ -402,12 +380,12 @@ class Tape:
             if (call := ref()) is not None:
                 yield call
 
-    def live_records(self) -> Iterator[Record]:
+    def live_records(self) -> Iterator[SavedStorage]:
         """Yield the storages that some graph node may still ask for."""
         for call in self.live_calls():
             yield from call.live_records()
 
-    def live_recomputations(self) -> Iterator[Recomputation]:
+    def live_recomputations(self) -> Iterator[CallRecomputation]:
         """Yield what was dropped in the calls that some graph node still belongs to."""
         for call in self.live_calls():
             if call.recomputation is not None:
@@ -424,31 +402,26 @@ class Tape:
         self.last_call = None
         self.table.clear()
 
-
-class MicroBatch:
-    """The forwards whose backward is one: mostly one, and its tape; several where losses add up."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.is_published = False
-        self._stats = [tape.stats]
+    # ---- its micro-batch: the forwards whose backward is one ------------------------------------
 
     def absorb(self, other: Tape) -> None:
-        """Take *other* in, whose backward is a part of this one's."""
-        theirs = other.micro_batch
-        if theirs is not self and not theirs.is_published and not self.is_published:
-            self._stats += theirs._stats
-            other.micro_batch = self
+        """Take *other*'s figures in, whose backward is a part of this one's."""
+        if other._counted_with is not self._counted_with:
+            if other._counted_with and self._counted_with:
+                self._counted_with += other._counted_with
+                other._counted_with = self._counted_with
 
     def leave_out(self) -> None:
         """Leave it out of all figures: it failed, and is run again."""
-        self.is_published = True
+        self._counted_with.clear()
 
     def publish(self) -> MicroBatchStats | None:
-        """Return what it came to, the first time; None if nothing was packed in it."""
-        if self.is_published or not any(stats.num_packs for stats in self._stats):
+        """Return what the micro-batch came to, the first time; None if nothing was packed in it."""
+        group = self._counted_with
+        if not any(stats.num_packs for stats in group):
             return None
-        self.is_published = True
-        first, *others = self._stats
+        first, *others = group
+        group.clear()
         for stats in others:
             first.add(stats)
         return first

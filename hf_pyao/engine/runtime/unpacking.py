@@ -12,32 +12,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, calls_after
-from hf_pyao.engine.runtime.hook_side import HookSide
 from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
     KeptTensor,
-    RebuiltStorage,
     SavedStorage,
     SavedTensor,
-    modified_error,
 )
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.compute_streams import lend, visitor_of
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, MovedBytes
-from hf_pyao.engine.transfer.mover import Mover
+from hf_pyao.engine.transfer.layout import TensorLayout
+from hf_pyao.engine.transfer.mover import HERE, OFFLOADING, Group, MovedBytes, Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
-from hf_pyao.engine.transfer.reload_schedule import Group
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.replay import DroppedStorage
 
 
-class Unpacker(HookSide):
+class Unpacker:
     """Gives saved tensors back to autograd.
 
     Args:
@@ -55,9 +55,9 @@ class Unpacker(HookSide):
         waiting: Callable[[], Sequence[Tape]],
         on_tapes_done: Callable[[Sequence[Tape]], None],
     ) -> None:
-        super().__init__()
+        self.weights: StreamedWeights | None = None
+        """Weights that are streamed; None: all are on the device."""
         self._mover = mover
-        self._offloads = mover.link.offloads
         self._order = order
         self._waiting = waiting
         self._on_tapes_done = on_tapes_done
@@ -90,8 +90,6 @@ class Unpacker(HookSide):
             return handle.tensor
         if type(handle) is not SavedTensor:
             if type(handle) is FlattenedTensor:
-                if handle.is_modified:
-                    raise modified_error(handle.slot)
                 return handle.give(self.unpack)
             assert type(handle) is StreamedTensor
             return handle.give()
@@ -105,43 +103,42 @@ class Unpacker(HookSide):
             return lend(tensor, home, visitor)
 
     def _unpack(self, handle: SavedTensor) -> torch.Tensor:
-        record = handle.storage
+        record, layout, mover = handle.storage, handle.layout, self._mover
         record.check_unmodified()
         if type(record) is not SavedStorage:
-            assert isinstance(record, RebuiltStorage)
-            return self._rebuild(handle, record)
-        mover, moved = self._mover, record.moved
-        phase = moved.phase
+            return self._rebuild(record, layout)
+        phase = record.phase
+        if phase is OFFLOADING and self._task == NO_TASK:  # looked at outside a backward pass
+            tensor = layout.view_of(*mover.read_payload(record))
+            mover.forget_decoded(record)
+            return tensor
+        known = None if record.handed_out is None else record.handed_out_as(layout)
         if phase is OFFLOADING:
-            tensor = handle.layout.view_of(*mover.read_payload(moved))
-            if self._task == NO_TASK:
-                moved.forget_decoded()  # looked at outside a backward pass
-                return tensor
+            if known is None:
+                known = record.hand_out(layout.view_of(*mover.read_payload(record)), layout)
             if not mover.is_exhausted:
                 mover.prefetch()
-            return record.hand_out(tensor, handle)
+            return known
         if phase is not HERE:
-            mover.bring_here(moved)
-        known = None if record.handed_out is None else record.handed_out_like(handle)
+            mover.bring_here(record)
         if known is not None:
             tensor = known
         else:
-            tensor = record.hand_out(record.tensor_on_device(handle), handle)
-        if moved.item in mover.ahead:
-            mover.note_use(moved.item)
+            tensor = record.hand_out(record.tensor_on_device(layout), layout)
+        if record.item in mover.ahead:
+            mover.note_use(record.item)
             if not mover.is_exhausted:
                 mover.prefetch()
         if self._task == NO_TASK:
             record.drop_device_copy()  # looked at outside a backward pass
         return tensor
 
-    def _rebuild(self, handle: SavedTensor, record: RebuiltStorage) -> torch.Tensor:
+    def _rebuild(self, record: DroppedStorage, layout: TensorLayout) -> torch.Tensor:
         """Replay what leads to a storage that was dropped."""
         storage = record.rebuild()
-        known = record.handed_out_like(handle)
-        tensor = known if known is not None else handle.layout.view_of(storage, 0)
-        if known is None:
-            record.hand_out(tensor, handle)
+        tensor = record.handed_out_as(layout)
+        if tensor is None:
+            tensor = record.hand_out(layout.view_of(storage, 0), layout)
         if current_graph_task() == NO_TASK:
             record.forget_rebuilt()  # looked at outside a backward pass
         else:
@@ -174,8 +171,8 @@ class Unpacker(HookSide):
                 self._backward_end(self._running_call)
             self._running_call = call
             self._mover.look_for_watchers()
-            if self.observer is not None:
-                self.observer.on_module(call.fqn, "", "backward", is_start=True)
+            if self._mover.observer is not None:
+                self._mover.observer.on_module(call.fqn, "", "backward", is_start=True)
             with named_range("backward_start", call.fqn):
                 following = calls_after(call, self._order, self._waiting())
                 others: Iterator[Group] = (reversed(each.records) for each in following)
@@ -190,10 +187,10 @@ class Unpacker(HookSide):
 
     def _backward_end(self, call: LayerCall) -> None:
         """End the backward of *call*: what a retained graph still holds leaves the device again."""
-        if self.observer is not None:
-            self.observer.on_module(call.fqn, "", "backward", is_start=False)
+        if self._mover.observer is not None:
+            self._mover.observer.on_module(call.fqn, "", "backward", is_start=False)
         for record in call.live_records():
-            if record.moved.is_here:
+            if record.phase is HERE:
                 record.drop_device_copy()
         if call.recomputation is not None:
             call.recomputation.reset()
@@ -208,8 +205,8 @@ class Unpacker(HookSide):
             tapes, self._tapes = self._tapes, []
             self._task = NO_TASK
             running, self._running_call = self._running_call, None
-            if running is not None and self.observer is not None:
-                self.observer.on_module(running.fqn, "", "backward", is_start=False)
+            if running is not None and self._mover.observer is not None:
+                self._mover.observer.on_module(running.fqn, "", "backward", is_start=False)
             for tape in tapes:
                 for record in tape.live_records():
                     record.drop_device_copy()
@@ -219,15 +216,15 @@ class Unpacker(HookSide):
             self._mover.reset(_items_of(others))
             if others:
                 over = {id(tape.stats) for tape in tapes}
-                self._offloads.drain(lambda moved: id(moved.meter) in over)
+                self._mover.link.drain(lambda moved: id(moved.meter) in over)
             else:
-                self._offloads.drain(self._is_own)
+                self._mover.link.drain(self._is_own)
         if tapes:
             self._order.note_backward(tapes)
             self._on_tapes_done(tapes)
 
     def _is_own(self, moved: MovedBytes) -> bool:
-        return moved.owner is self._mover
+        return moved.mover is self._mover
 
 
 def _behind_upload(weights: StreamedWeights, groups: Iterator[Group]) -> Iterator[Group]:
@@ -245,4 +242,4 @@ def _behind_upload(weights: StreamedWeights, groups: Iterator[Group]) -> Iterato
 def _items_of(tapes: Sequence[Tape]) -> list[int]:
     """Return the ids of what *tapes* moved, see
     :class:`~hf_pyao.engine.transfer.schedule.Schedule`."""
-    return [record.moved.item for tape in tapes for record in tape.live_records()]
+    return [record.item for tape in tapes for record in tape.live_records()]

@@ -9,9 +9,6 @@ import torch
 WITHOUT_STREAMS = ("cpu", "meta")
 """Types of devices that have no streams."""
 
-OTHER_STREAM = "saved on another stream"
-"""Why a tensor stays on the device: its forward began on another compute stream."""
-
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 1)
 
 
@@ -47,11 +44,6 @@ def lend(tensor: torch.Tensor, home: torch.Stream, visitor: torch.Stream) -> tor
     visitor.wait_stream(home)
     tensor.record_stream(visitor)
     return tensor
-
-
-def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
-    """Say whether anything but *storage*, a Python object, holds the memory that it stands for."""
-    return num_holders(storage) > 1
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pyao.engine.stores.disk_range import DiskRange
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import HostReleased, LinkTimes, Transport
+from hf_pyao.engine.transfer.transport import (
+    CopyOptions,
+    HostReleased,
+    LinkMeter,
+    LinkTimes,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DiskTransport:
@@ -40,39 +47,20 @@ class DiskTransport:
         self.retire, self.retire_all = inner.retire, inner.retire_all
         self.mark, self.span_of, self.elapsed_ms = inner.mark, inner.span_of, inner.elapsed_ms
 
-    def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> Any:
+    def offload(self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]) -> Any:
         """Queue the copy to the store's memory; a thread writes that to the disk then."""
         began_s = time.perf_counter()
         held = self.store.memory_to_fill(dst.untyped_storage())
-        _add_stall(times, began_s)
+        _add_stall(options.get("times"), began_s)
         ticket = None
         try:
-            ticket = self.inner.offload(
-                src, _view_of(held, dst), after=after, label=label, times=times
-            )
+            ticket = self.inner.offload(src, _view_of(held, dst), **options)
         finally:
             end = dst.storage_offset() * dst.itemsize + dst.nbytes
             self.store.filled(held, ticket, is_last=end == held.nbytes)
         return ticket
 
-    def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-        behind: Any = None,
-    ) -> Any:
+    def reload(self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]) -> Any:
         """Queue the copy from the store's memory, once the bytes are there.
 
         Raises:
@@ -80,17 +68,11 @@ class DiskTransport:
         """
         began_s = time.perf_counter()
         held = self.store.memory_to_read(src.untyped_storage())
-        _add_stall(times, began_s)
+        _add_stall(options.get("times"), began_s)
         ticket = None
         try:
-            ticket = self.inner.reload(
-                _view_of(held, src),
-                dst,
-                after=tuple(held.fills),
-                label=label,
-                times=times,
-                behind=behind,
-            )
+            options["after"] = tuple(held.fills)
+            ticket = self.inner.reload(_view_of(held, src), dst, **options)
         finally:
             self.store.copied(held, ticket)
         return ticket

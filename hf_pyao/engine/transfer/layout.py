@@ -7,6 +7,7 @@ strides changes the results of matrix products (seen on Phi-3), and several view
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,9 @@ MAX_LAYOUTS = 4096
 
 _STRIDED = torch.strided
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns how many dispatch modes are on. Asked in hot paths before :func:`has_bytes`."""
 
 PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
@@ -38,8 +41,27 @@ PLAIN_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bo
 _BITWISE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
 """Dtypes whose elements are copied bit by bit on every device."""
 
-SUBCLASS = "tensor subclass"
-UNSUPPORTED = "unsupported layout"
+
+class Stays(str, enum.Enum):
+    """Why a saved tensor stays on the device whatever a policy decides; reports count by it.
+
+    The packer decides that (``hf_pyao.engine.runtime.packing``); the bytes' own part of it is
+    :func:`reason_not_movable`.
+    """
+
+    SUBCLASS = "tensor subclass"
+    UNSUPPORTED = "unsupported layout"
+    SHARED = "shared by layers"
+    EMPTY = "empty"
+    ELSEWHERE = "not on the device"
+    OTHER_STREAM = "saved on another stream"
+    """Than that on which its forward began."""
+    DUPLICATE = "equal to another"
+    """It is let go of: another one, which was moved, stands for it."""
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
 
 PartPlace = tuple[int, torch.dtype, tuple[int, ...]]
 """Byte offset in the host buffer, dtype and shape of one payload part."""
@@ -59,20 +81,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_KINDS and has_storage(tensor)
 
 
-def reason_not_movable(tensor: torch.Tensor) -> str | None:
+def reason_not_movable(tensor: torch.Tensor) -> Stays | None:
     """Say why *tensor*'s bytes cannot be copied and viewed again, or None if they can.
 
     Subclasses (FakeTensor apart) may carry meaning that a copy of their bytes loses; conjugate and
     negative bits live outside the storage.
     """
     if type(tensor) not in PLAIN_KINDS:
-        return SUBCLASS
+        return Stays.SUBCLASS
     if (
         not has_storage(tensor)
         or tensor.is_neg()
         or (tensor.dtype not in PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
     ):
-        return UNSUPPORTED
+        return Stays.UNSUPPORTED
     return None
 
 
@@ -84,7 +106,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     """
     if tensor._is_zerotensor():
         return False
-    return not _num_modes() or torch._C._get_dispatch_mode(_PROXY) is None
+    return not num_modes() or torch._C._get_dispatch_mode(_PROXY) is None
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -110,16 +132,26 @@ def range_to_move(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
 class TensorLayout:
     """How a tensor lies in its storage: all that it takes to view the storage so again."""
 
-    __slots__ = ("blank", "is_copied_as_it_is", "is_dense", "nbytes", "offset", "size", "stride")
+    __slots__ = (
+        "blank",
+        "blank_bytes",
+        "is_copied_as_it_is",
+        "is_dense",
+        "nbytes",
+        "offset",
+        "size",
+        "stride",
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         """An empty tensor of its dtype and device, from which views are made."""
+        self.blank_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.size: torch.Size = tensor.size()
         self.stride: tuple[int, ...] = tensor.stride()
         self.offset = int(tensor.storage_offset())
         """In elements."""
-        self.nbytes = nbytes_of(tensor)
+        self.nbytes = tensor.numel() * tensor.element_size()
         self.is_dense = _is_dense(self.size, self.stride)
         """True if its elements neither overlap nor leave gaps, in whatever order."""
         self.is_copied_as_it_is = (
@@ -249,30 +281,6 @@ def byte_offset(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of *tensor*'s elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-class ByteViews:
-    """Views bytes of storages as flat uint8 tensors; nothing is copied."""
-
-    def __init__(self) -> None:
-        self._blanks: dict[torch.device, torch.Tensor] = {}
-        """An empty tensor on each device, from which views of plain tensors' bytes are made."""
-
-    def of(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """View bytes *start* to *end* of *tensor*'s storage; uint8, shape (end - start,)."""
-        storage, device = tensor.untyped_storage(), tensor.device
-        blank = self._blanks.get(device)
-        if blank is None or type(tensor) is not torch.Tensor:
-            flat = bytes_view(storage, device, start, end)
-            if type(tensor) is torch.Tensor:
-                self._blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
-            return flat
-        return view_of_storage(blank, storage, start, (end - start,), (1,))
-
-
 def place_parts(payload: tuple[torch.Tensor, ...]) -> tuple[tuple[PartPlace, ...], int]:
     """Lay payload parts behind each other, each aligned; return their places and all bytes."""
     offset = 0
@@ -280,7 +288,7 @@ def place_parts(payload: tuple[torch.Tensor, ...]) -> tuple[tuple[PartPlace, ...
     for part in payload:
         offset = -(-offset // RANGE_ALIGNMENT_BYTES) * RANGE_ALIGNMENT_BYTES
         places.append((offset, part.dtype, tuple(part.shape)))
-        offset += nbytes_of(part)
+        offset += part.nbytes
     return tuple(places), offset
 
 

@@ -1,7 +1,7 @@
 """The schedule of copies: what may be in flight, what is let go when, and what comes back next.
 
 It is arithmetic on integers: items have an id and a size, and nothing here knows what they are.
-Subclasses carry out what it decides: those of the engine with tensors and tickets (``window``,
+Subclasses carry out what it decides: those of the engine with tensors and tickets (``link``,
 ``mover``), those of the predictor with times and sizes (``hf_pyao.plan``). Hence both take the
 same decisions. The rules are in [Note: Window] in ``transport``.
 
@@ -94,6 +94,8 @@ class Window(abc.ABC):
         This only lowers memory where the host does not run ahead of the device.
         """
         waiting, is_done = self.waiting, self.is_done
+        if not waiting:
+            return
         with self._lock:
             while waiting:
                 oldest = next(iter(waiting))
@@ -103,10 +105,12 @@ class Window(abc.ABC):
 
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
+        if not self.waiting:
+            return
         if self.limit_bytes is None:
             with self._lock:  # another thread may release some of them
                 self.release(list(self.waiting))
-        elif self.waiting:
+        else:
             self.release_done()
 
     def make_room(self, nbytes: int, sooner: Container[int]) -> bool:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import (
     Bandwidth,
     BlockingTransport,
     CopiedSoFar,
+    CopyOptions,
     HostReleased,
+    LinkMeter,
     LinkTimes,
     Transport,
 )
 from hf_pyao.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(eq=False, slots=True)
@@ -90,37 +93,23 @@ class StreamTransport:
         """Copies, and waits for them, that were not timed yet, oldest first."""
         self._spare: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
         self._own_times = LinkTimes()
-        self._copied = CopiedSoFar()
+        self._counts = CopiedSoFar(defaultdict(int), defaultdict(float))
 
     def handles(self, device: torch.device) -> bool:
         """Take tensors on accelerators."""
         return device.type not in ("cpu", "meta")
 
     def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
+        self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]
     ) -> StreamTicket:
         """Queue the copy on the device-to-host stream."""
-        return self._copy("offload", self._of(src.device).d2h, src.device, src, dst, after, times)
+        return self._copy("offload", self._of(src.device).d2h, src.device, src, dst, options)
 
     def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-        behind: torch.Event | None = None,
+        self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]
     ) -> StreamTicket:
         """Queue the copy on the host-to-device stream."""
-        stream = self._of(dst.device).h2d
-        return self._copy("reload", stream, dst.device, src, dst, after, times, behind)
+        return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, options)
 
     def wait(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -174,7 +163,8 @@ class StreamTransport:
                     break
                 elapsed_ms = each.start.elapsed_time(each.end)
                 each.times.transfer_ms += elapsed_ms
-                self._copied.add(each.kind, each.nbytes, elapsed_ms)
+                self._counts.nbytes[each.kind] += each.nbytes
+                self._counts.elapsed_ms[each.kind] += elapsed_ms
             timed.popleft()
         times.move_to(meter)
         if not meter.device_peak_bytes:  # asked once: a meter is collected until all is timed
@@ -183,7 +173,7 @@ class StreamTransport:
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of the copies collected so far."""
-        return self._copied.bandwidth()
+        return self._counts.bandwidth()
 
     def mark(self, device: torch.device) -> torch.Event:
         """Record an event on the current stream of *device*."""
@@ -206,20 +196,19 @@ class StreamTransport:
         device: torch.device,
         src: torch.Tensor,
         dst: torch.Tensor,
-        after: Sequence[StreamTicket],
-        times: LinkTimes | None,
-        ready: torch.Event | None = None,
+        options: CopyOptions,
     ) -> StreamTicket:
         compute = current_stream(device)
         assert compute is not None
         spare = self._spare[device]
         start, end = self._event(device), self._event(device)
+        ready, times = options.get("behind"), options.get("times")
         if ready is not None:
             stream.wait_event(ready)
         else:
             start.record(compute)
             stream.wait_event(start)  # for what was recorded before it: it is recorded again
-        for ticket in after:
+        for ticket in options.get("after", ()):
             if ticket.queue is not stream:
                 stream.wait_event(ticket.end)  # to ask whether it has come would cost more
         with stream:

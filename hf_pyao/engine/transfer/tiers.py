@@ -2,7 +2,7 @@
 
 A tier is a store, and the transport that copies between the store and the device. The mover asks
 the first tier for room, then the next. A tensor that finds no room in any tier stays on the device.
-The place of moved bytes is a tier and a phase (``moved_bytes``). Code that asks for the bytes sees
+The place of moved bytes is a tier and a phase (``mover``). Code that asks for the bytes sees
 the phase alone, and never the tier.
 """
 

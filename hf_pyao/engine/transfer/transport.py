@@ -5,12 +5,12 @@ Queues run beside each other: compute, device-to-host copies, and host-to-device
 is let go returns to the stream that it was allocated on, and what that stream runs next may write
 to it at once. Hence:
 - Of one forward only what is saved on the compute stream on which it began is moved or rebuilt;
-  that stream is its home. What is saved on another stream stays (``OTHER_STREAM``). Autograd runs
-  a node on the stream of its forward, so that the home asks for it again. What is made for it on
-  the device (its encoded payload, the target of its reload, decoded or rebuilt bytes) is allocated
-  on its home and written there, whichever stream is current when that happens.
-- A copy belongs to the compute stream that it was queued from (``Ticket.compute``): the home, too,
-  since that is made current meanwhile.
+  that stream is its home. What is saved on another stream stays (``Stays.OTHER_STREAM``). Autograd
+  runs a node on the stream of its forward, so that the home asks for it again. What is made for it
+  on the device (its encoded payload, the target of its reload, decoded or rebuilt bytes) is
+  allocated on its home and written there, whichever stream is current when that happens.
+- A copy belongs to the compute stream that it was queued from (``compute`` of its ticket): the
+  home, too, since that is made current meanwhile.
 - A copy to the host starts behind what its compute stream has queued, which produced its source,
   and behind the copies that still use the host buffer it writes (``after``).
 - A copy to the device starts behind what its compute stream has queued, which may still use the
@@ -54,39 +54,30 @@ in the order of the streams, and its decisions follow from the order of the call
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
-from hf_pyao.engine.transfer.meter import LinkMeter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-@runtime_checkable
-class Ticket(Protocol):
-    """Stands for one queued copy."""
+class LinkMeter(Protocol):
+    """Counts what copies took: figures of micro-batches, and of streamed weights."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it copies."""
-        ...
-
-    @property
-    def queue(self) -> object:
-        """The queue that it runs in; copies of one queue run in order."""
-        ...
-
-    @property
-    def order(self) -> int:
-        """Position in its queue."""
-        ...
-
-    @property
-    def compute(self) -> torch.Stream | None:
-        """The compute stream that was current when it was queued; None on a CPU."""
-        ...
+    transfer_ms: float
+    """Time in which copies ran, both directions added."""
+    stall_forward_ms: float
+    """Time in which forward compute waited for copies."""
+    stall_backward_ms: float
+    """Time in which backward compute waited for copies."""
+    device_peak_bytes: int
+    """Most device memory allocated so far, where the device counts it."""
 
 
 @dataclass
@@ -123,25 +114,36 @@ class Bandwidth:
     h2d_gib_per_s: float | None
 
 
-class CopiedSoFar:
-    """Bytes and time of all copies, by direction."""
+class CopiedSoFar(NamedTuple):
+    """Bytes and time, in ms, of all copies, by direction (``"offload"`` or ``"reload"``)."""
 
-    def __init__(self) -> None:
-        self._bytes = {"offload": 0, "reload": 0}
-        self._ms = {"offload": 0.0, "reload": 0.0}
-
-    def add(self, direction: str, nbytes: int, elapsed_ms: float) -> None:
-        """Add a copy (``"offload"`` or ``"reload"``)."""
-        self._bytes[direction] += nbytes
-        self._ms[direction] += elapsed_ms
+    nbytes: dict[str, int]
+    elapsed_ms: dict[str, float]
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time."""
-        return Bandwidth(self._speed("offload"), self._speed("reload"))
+        d2h, h2d = (
+            self.nbytes[way] / 2**30 / (self.elapsed_ms[way] / 1e3)
+            if self.elapsed_ms.get(way)
+            else None
+            for way in ("offload", "reload")
+        )
+        return Bandwidth(d2h, h2d)
 
-    def _speed(self, direction: str) -> float | None:
-        elapsed_ms = self._ms[direction]
-        return self._bytes[direction] / 2**30 / (elapsed_ms / 1e3) if elapsed_ms else None
+
+class CopyOptions(TypedDict, total=False):
+    """What a transport is told of a copy beside its tensors."""
+
+    after: Sequence[Any]
+    """Tickets of copies that come before."""
+    label: object
+    """``str()`` of it names the tensor in messages."""
+    times: LinkTimes | None
+    """Whose time it is."""
+    behind: Any
+    """Of a copy to the device, a :meth:`Transport.mark`: the copy starts behind what compute had
+    queued then, and what was queued since does not use its target. None: behind all that is queued
+    by now."""
 
 
 HostReleased: TypeAlias = Callable[[torch.Tensor, Any], None]
@@ -155,9 +157,9 @@ class Transport(Protocol):
 
     ``src`` and ``dst`` have the same dtype, size and strides, and no gaps; what counts is their
     bytes (:func:`~hf_pyao.engine.transfer.layout.bytes_of` views them). The caller keeps ``src``
-    alive and unchanged, and ``dst`` alive and unread, until it has waited for the ticket.
-    ``str()`` of ``label`` names the tensor in messages; ``times`` is whose time it is. See [Note:
-    Stream order].
+    alive and unchanged, and ``dst`` alive and unread, until it has waited for the ticket. A ticket
+    has ``nbytes``; the ``queue`` that it runs in, and its ``order`` there; and the stream of
+    ``compute`` that was current when it was queued. See [Note: Stream order].
     """
 
     name: str
@@ -172,39 +174,12 @@ class Transport(Protocol):
         """Say whether tensors on *device* can be moved by this transport."""
         ...
 
-    def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> Any:
+    def offload(self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]) -> Any:
         """Queue the copy of *src*, on the device, to *dst*, on the host; return its ticket."""
         ...
 
-    def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-        behind: Any = None,
-    ) -> Any:
-        """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket.
-
-        Args:
-            src: on the host.
-            dst: on the device.
-            after: tickets of copies that come before.
-            label: names the tensor in messages.
-            times: whose time it is.
-            behind: a :meth:`mark`: the copy starts behind what compute had queued then, and what
-                was queued since does not use *dst*. None: behind all that is queued by now.
-        """
+    def reload(self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]) -> Any:
+        """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket."""
         ...
 
     def wait(self, ticket: Any) -> None:
@@ -285,36 +260,23 @@ class BlockingTransport:
 
     def __init__(self) -> None:
         self._own_times = LinkTimes()
-        self._copied = CopiedSoFar()
+        self._counts = CopiedSoFar(defaultdict(int), defaultdict(float))
 
     def handles(self, device: torch.device) -> bool:
         """Take tensors on any device but ``meta``."""
         return device.type != "meta"
 
     def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
+        self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]
     ) -> DoneTicket:
         """Copy to the host now."""
-        return self._copy("offload", src, dst, after, label, times)
+        return self._copy("offload", src, dst, options)
 
     def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-        behind: float | None = None,
+        self, src: torch.Tensor, dst: torch.Tensor, **options: Unpack[CopyOptions]
     ) -> DoneTicket:
         """Copy to the device now."""
-        return self._copy("reload", src, dst, after, label, times)
+        return self._copy("reload", src, dst, options)
 
     def wait(self, ticket: DoneTicket) -> None:
         """Do nothing: the copy is done."""
@@ -338,7 +300,7 @@ class BlockingTransport:
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of all copies so far."""
-        return self._copied.bandwidth()
+        return self._counts.bandwidth()
 
     def mark(self, device: torch.device) -> float:
         """Return the time, in s: what was called before has run."""
@@ -353,24 +315,20 @@ class BlockingTransport:
         return (end - start) * 1e3
 
     def _copy(
-        self,
-        direction: str,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        after: Sequence[Any],
-        label: object,
-        times: LinkTimes | None,
+        self, direction: str, src: torch.Tensor, dst: torch.Tensor, options: CopyOptions
     ) -> DoneTicket:
-        """Copy, ``"offload"`` or ``"reload"``; the rest is as given to these."""
         compute = current_stream((src if direction == "offload" else dst).device)
         start_s = time.perf_counter()
         dst.copy_(src)
         end_s = time.perf_counter()
         elapsed_ms = (end_s - start_s) * 1e3
         nbytes = src.nbytes
-        if times is None:
-            times = self._own_times
+        times = options.get("times") or self._own_times
         times.transfer_ms += elapsed_ms
-        times.add_stall(elapsed_ms, in_backward=direction == "reload")
-        self._copied.add(direction, nbytes, elapsed_ms)
+        if direction == "reload":
+            times.stall_backward_ms += elapsed_ms
+        else:
+            times.stall_forward_ms += elapsed_ms
+        self._counts.nbytes[direction] += nbytes
+        self._counts.elapsed_ms[direction] += elapsed_ms
         return DoneTicket(nbytes, compute, start_s=start_s, end_s=end_s)

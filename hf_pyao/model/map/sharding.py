@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hf_pyao.engine.runtime.sharding import Sharding
 from hf_pyao.training_engines import FSDP2, ZERO_3, Feature, engine_of_module
 
 
-class KnownSharding:
+class KnownSharding(Sharding):
     """Sharding by DeepSpeed ZeRO-3 and FSDP; FSDP2's needs no case of its own."""
 
     def reason_not_traceable(self, module: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import POINTWISE
-from hf_pyao.engine.transfer.window import OffloadWindow
+from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.host_model import HostCosts
@@ -78,7 +78,7 @@ class PlanRequest:
     """Most bytes on the host where nothing runs; in a run :attr:`below` says it."""
     allocator: AllocatorSettings | None = None
     """Of the device's caching allocator; None: what is allocated decides what fits."""
-    window: OffloadWindow | None = dataclasses.field(default=None, compare=False)
+    window: LinkContext | None = dataclasses.field(default=None, compare=False)
     """That of the link; other models may join and leave it at any time."""
     below: HostAndDisk | None = dataclasses.field(default=None, compare=False)
     """Host memory, and the disk below it, in a run; None: nothing runs."""
@@ -116,7 +116,7 @@ class PlanRequest:
         *,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
-        window: OffloadWindow | None = None,
+        window: LinkContext | None = None,
         below: HostAndDisk | None = None,
         allocator: AllocatorSettings | None = None,
     ) -> PlanRequest:

@@ -7,7 +7,6 @@ The model is attached with :data:`RECORDING`, so that everything leaves at once,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.stores.store import Buffer, HostUse, Layout, QueuedCopy, Store
-from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.engine.transfer.transport import BlockingTransport, CopyOptions, DoneTicket
 from hf_pyao.plan.step.step_recorder import StepRecorder
 
 RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
@@ -61,14 +60,9 @@ class RecordingTransport(BlockingTransport):
         self._recorder = recorder
 
     def _copy(
-        self,
-        direction: str,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        after: Sequence[Any],
-        label: object,
-        times: LinkTimes | None,
+        self, direction: str, src: torch.Tensor, dst: torch.Tensor, options: CopyOptions
     ) -> DoneTicket:
+        label = options["label"]
         assert isinstance(label, Slot)
         recorder = self._recorder
         if direction == "offload":
@@ -78,7 +72,7 @@ class RecordingTransport(BlockingTransport):
         if isinstance(src, FakeTensor):
             return DoneTicket(src.nbytes)  # there is nothing to copy
         with recorder.paused():
-            return super()._copy(direction, src, dst, after, label, None)
+            return super()._copy(direction, src, dst, {})
 
 
 class _RecordingBuffer(Buffer):

@@ -78,7 +78,7 @@ def assert_clean(offloader: Offloader) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert [each for each in gc.get_objects() if type(each) in (SavedStorage, KeptTensor)] == []
     assert offloader.host_pool.settle() == 0
-    assert offloader.link.offloads.waiting_bytes == 0
+    assert offloader.link.waiting_bytes == 0
     assert offloader.engine.mover.ahead_bytes == 0
 
 

@@ -130,7 +130,7 @@ def test_the_plan_becomes_tighter_step_by_step_and_stays(caplog: pytest.LogCaptu
         engine.use = lambda policy: (policies.append(policy), use(policy))[1]  # type: ignore[method-assign]
         offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
         assert [type(policy) for policy in policies] == [OffloadAll, RecomputeSelected, OffloadAll]
-        assert engine.link.offloads.limit_bytes == 0
+        assert engine.link.limit_bytes == 0
         metrics = offloader.metrics()
         assert metrics["offloaded_bytes"] == metrics["reloaded_bytes"] > 0
         with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter is left"):
@@ -174,7 +174,7 @@ def test_every_wait_is_there_under_each_rung(seed: int, window: int | str) -> No
             offloader.run_micro_batch(lambda index=index: step(model, tiny_batch(index)))  # type: ignore[misc]
         assert_same_tensors(gradients_of(model), expected, "under a late link")
         assert len(offloader.report_extra["out_of_memory"]) == 3
-        assert offloader.link.offloads.limit_bytes == 0
+        assert offloader.link.limit_bytes == 0
         assert_clean(offloader)
 
 

@@ -173,7 +173,7 @@ def _(folder: Path) -> None:
 
 @example("internal")
 def _(folder: Path) -> None:
-    from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Phase
+    from hf_pyao.engine.transfer.mover import MovedBytes, Phase
 
     moved: Any = SimpleNamespace(
         label="'mlp.act_fn:0' of layer 'model.layers.0'", phase=Phase.RELEASED

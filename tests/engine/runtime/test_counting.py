@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import Offloader, attach
+from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.model.map.buffer_keys import BufferKeys
 from tests.helpers import (
     EVERY_LAYER,
@@ -214,7 +215,7 @@ def test_several_views_of_one_storage_are_one_copy() -> None:
         assert large == sizes, f"{model_type} {path}: {slots}"
 
 
-class Recorder:
+class Recorder(Policy):
     """A policy that notes what another one was asked."""
 
     name = "recorder"

@@ -85,7 +85,7 @@ def check_nothing_left(offloader: Offloader) -> None:
     assert live(SavedStorage) == []
     assert live(KeptTensor) == []
     assert offloader.host_pool.settle() == 0
-    assert offloader.link.offloads.waiting_bytes == 0
+    assert offloader.link.waiting_bytes == 0
     assert offloader.engine.mover.ahead_bytes == 0
 
 
@@ -197,7 +197,7 @@ def test_a_failed_backward_holds_no_reloaded_memory_while_its_graph_lives() -> N
         bomb.where = "backward 2"
         with pytest.raises(ValueError, match="boom"):
             loss.backward(retain_graph=True)
-        moved = [record.moved for record in live(SavedStorage)]
+        moved = live(SavedStorage)
         reloaded = [m for m in moved if m.buffer is not None or m.decoded is not None]
         assert reloaded, "prefetched before it failed"
         model(**BATCH, use_cache=False)

@@ -12,7 +12,7 @@ from torch.nested import nested_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.transfer.layout import SUBCLASS
+from hf_pyao.engine.transfer.layout import Stays
 from hf_pyao.errors import SavedTensorModifiedError
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, gradients_of
 
@@ -128,7 +128,7 @@ def test_gradients_are_those_without_us(name: str, config: str) -> None:
         assert_same_tensors(found, expected, name)
     if config in ("all", "no window"):
         assert metrics["offloaded_bytes"] >= 3 * num_bytes
-        assert f"kept_bytes/{SUBCLASS}" not in metrics
+        assert f"kept_bytes/{Stays.SUBCLASS}" not in metrics
 
 
 class SavesGiven(torch.autograd.Function):
@@ -175,7 +175,7 @@ def test_one_that_was_changed_before_is_kept() -> None:
     plain(x).sum().backward()
     with attach(model, EVERY_LAYER) as offloader:
         model(x).sum().backward()
-        assert offloader.metrics()[f"kept_bytes/{SUBCLASS}"] > 0
+        assert offloader.metrics()[f"kept_bytes/{Stays.SUBCLASS}"] > 0
     assert_same_tensors(gradients_of(model), gradients_of(plain), "gradients")
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
 from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
+from tests.helpers.simulation.late_transport import LateTransport
 
 Function = Callable[[FunctionLayer, torch.Tensor], torch.Tensor]
 
@@ -370,6 +371,34 @@ def test_what_one_node_changes_in_backward_no_other_may_use(
             model(x).sum().backward()
         offloader.engine.end_forward()
         assert offloader.host_pool.settle() == 0
+
+
+def test_what_was_read_in_place_is_watched_however_often_it_was_given() -> None:
+    """It waits to leave when backward asks for it: three nodes get what one of them got first."""
+    given: list[torch.Tensor] = []
+
+    class ChangesWhatAnotherGot(ChangesInBackward):
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            given.append(*ctx.saved_tensors)
+            if len(given) == 2:
+                given[0].mul_(2)
+            return gradient * 2
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 1.5
+        product = hidden * layer.weight[0]
+        for _ in range(2):  # these run backward first
+            product = product + ChangesWhatAnotherGot.apply(hidden)
+        return product
+
+    model, x = Stack(function), torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        copy.deepcopy(model)(x).sum().backward()
+    given.clear()
+    with attach(model, replace(EVERY_LAYER, window=2**20), transport=LateTransport()):
+        with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+            model(x).sum().backward()
 
 
 def test_a_second_backward_does_not_use_it_either() -> None:

@@ -83,11 +83,11 @@ def test_what_waits_to_leave_is_not_waited_for_by_the_backward_of_another() -> N
     transport._eagerness = 0.0  # nothing leaves before it must
     with attach(model, replace(EVERY_LAYER, window=2**20), transport=transport) as offloader:
         first, second = model(torch.randn(4, 4)).sum(), model(torch.randn(4, 4)).sum()
-        waiting_bytes = offloader.link.offloads.waiting_bytes
+        waiting_bytes = offloader.link.waiting_bytes
         first.backward()
-        assert offloader.link.offloads.waiting_bytes == waiting_bytes // 2
+        assert offloader.link.waiting_bytes == waiting_bytes // 2
         second.backward()
-        assert offloader.link.offloads.waiting_bytes == 0
+        assert offloader.link.waiting_bytes == 0
         assert offloader.metrics()["reloaded_bytes"] == 0, "it was read where it was"
 
 

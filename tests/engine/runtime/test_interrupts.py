@@ -126,13 +126,13 @@ def what_is_left(model: Stack, pool: HostPool, engines: list[Any]) -> list[str]:
             left.append(f"{path}'s forward")
     locks = [pool._lock]
     for engine in engines:
-        locks += [engine.unpacker._lock, engine.link.offloads._lock]
+        locks += [engine.unpacker._lock, engine.link._lock]
     if not all(is_free(lock) for lock in locks):
         left.append("a lock")
     elif pool.settle():
         left.append(f"{pool.used_bytes} bytes of host buffers")
     for engine in engines:
-        if engine.link.offloads.waiting_bytes or engine.mover.ahead_bytes:
+        if engine.link.waiting_bytes or engine.mover.ahead_bytes:
             left.append("bytes in flight")
     return left
 

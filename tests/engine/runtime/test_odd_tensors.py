@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.engine.transfer.layout import UNSUPPORTED
+from hf_pyao.engine.transfer.layout import Stays
 from tests.helpers import EVERY_LAYER, Stack
 from tests.helpers.odd_tensors import CONFIGS, LAYERS, saved_zeros
 
@@ -44,4 +44,4 @@ def test_zeros_without_memory_are_kept_and_counted() -> None:
     model = Stack(saved_zeros)
     with attach(model, EVERY_LAYER) as offloader:
         model(torch.randn(4, 4)).sum().backward()
-        assert offloader.metrics()[f"kept_bytes/{UNSUPPORTED}"] > 0
+        assert offloader.metrics()[f"kept_bytes/{Stays.UNSUPPORTED}"] > 0

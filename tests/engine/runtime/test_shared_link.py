@@ -57,7 +57,7 @@ def test_gradients_are_right_whoever_tightens(num_models: int) -> None:
     run_all([(model, None) for model in plain])
     with ExitStack() as exits:
         found = attached(exits, num_models, transport)
-        found[-1][1].engine.wait_for_every_copy()
+        found[-1][1].engine.link.set_limit(0)
         run_all(found)
     transport.finish()
     assert transport.violations == []
@@ -75,7 +75,7 @@ def test_where_one_waits_for_every_copy_all_do(who: int) -> None:
         found = attached(exits, 3, transport)
         for _, offloader in found:
             offloader.engine.observe_too(transport)
-        found[who][1].engine.wait_for_every_copy()
+        found[who][1].engine.link.set_limit(0)
         run_all(found)
         assert transport.num_ahead == 0
         assert transport.num_on_demand > 0
@@ -87,26 +87,26 @@ def test_no_one_of_several_sets_the_window(who: int) -> None:
     with ExitStack() as exits:
         found = attached(exits, 3, FarAhead())
         with pytest.raises(ConfigError, match="3 models share the link"):
-            found[who][1].engine.set_window(SLOT_BYTES)
+            found[who][1].engine.link.set_window(SLOT_BYTES)
         assert found[0][1].link.limit_bytes == WINDOW
 
 
 def test_more_models_come_to_a_window_that_the_first_has_changed() -> None:
     """They were configured alike; what the first one's plan has come to goes on to hold."""
     with attach(stack(4), CONFIG, transport=FarAhead()) as one:
-        one.engine.set_window(SLOT_BYTES)
+        one.engine.link.set_window(SLOT_BYTES)
         with attach(stack(4), CONFIG, link=one.link) as two:
             with attach(stack(4), CONFIG, link=one.link) as three:
                 assert two.link.limit_bytes == three.link.limit_bytes == SLOT_BYTES
             with pytest.raises(ConfigError, match=f"expected the window .* {WINDOW}. Give both"):
                 attach(stack(4), replace(CONFIG, window=SLOT_BYTES), link=one.link)
-        one.engine.set_window(2 * SLOT_BYTES)  # alone again
+        one.engine.link.set_window(2 * SLOT_BYTES)  # alone again
         assert one.link.limit_bytes == 2 * SLOT_BYTES
 
 
 def test_after_the_last_model_the_window_is_as_configured() -> None:
     with attach(stack(4), CONFIG, transport=FarAhead()) as one:
-        one.engine.wait_for_every_copy()
+        one.engine.link.set_limit(0)
         assert one.link.limit_bytes == 0
     with attach(stack(4), CONFIG, link=one.link) as other:
         assert other.link.limit_bytes == WINDOW
@@ -115,13 +115,13 @@ def test_after_the_last_model_the_window_is_as_configured() -> None:
 def test_plans_of_the_first_learn_of_the_others() -> None:
     """What binds a plan is asked for when it is made: models come and go."""
     with attach(stack(4), CONFIG, transport=FarAhead()) as one:
-        request = PlanRequest.of_config(PyAOConfig(), window=one.link.offloads)
+        request = PlanRequest.of_config(PyAOConfig(), window=one.link)
         assert request.may_set_window
-        one.engine.set_window(SLOT_BYTES)
+        one.engine.link.set_window(SLOT_BYTES)
         assert request.window_now_bytes == request.window_bytes, "it may be set to that"
         with attach(stack(4), CONFIG, link=one.link):
             assert not request.may_set_window
             assert request.window_now_bytes == SLOT_BYTES
         assert request.may_set_window
-    given = PlanRequest.of_config(PyAOConfig(window=WINDOW), window=one.link.offloads)
+    given = PlanRequest.of_config(PyAOConfig(window=WINDOW), window=one.link)
     assert not given.may_set_window

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pyao import PyAOCallback, PyAOConfig, PyAOTrainer, attach
 from hf_pyao.engine.recompute.segments import Segment
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
+from hf_pyao.engine.transfer.mover import MovedBytes
 from tests.helpers import VOCAB, Batch, tiny_batch, tiny_model
 from tests.helpers.live_storages import LiveStorages, num_objects_of_hf_pyao
 from tests.helpers.simulation.late_transport import LateTransport

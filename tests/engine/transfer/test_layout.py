@@ -199,10 +199,10 @@ def test_asking_for_a_released_tensor_is_an_error() -> None:
         tape = offloader.engine._tape
         assert tape is not None
         for record in tape.live_records():
-            host = record.moved.host
+            host = record.host
             assert host is not None
             offloader.host_pool.release(host)
-            record.moved.host = None
+            record.host = None
         with pytest.raises(
             ReleasedTensorError, match=r"layers\.0 :[01]: its buffers were given back"
         ):

@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.backward_order import OldestFirst
 from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
-from hf_pyao.engine.transfer.window import OffloadWindow
 from tests.helpers import EVERY_LAYER, Stack, gradients_of, linear_relu, tiny_batch, tiny_model
 
 SLOT_BYTES = 4 * 16 * 4
@@ -141,7 +141,7 @@ class FarAhead(BlockingTransport, Observer):
         memory: torch.Tensor,
         label: object,
     ) -> Copy:
-        self._copy(direction, src, dst, (), label, None)
+        self._copy(direction, src, dst, {})
         copy = Copy(src.nbytes, queue=direction, order=next(self._orders), label=label)
         copy.num_unpacks = self.num_unpacks
         copy.memory = StorageWeakRef(memory.untyped_storage())
@@ -192,7 +192,7 @@ def run_counting(
     with attach(model, config, transport=transport, **options) as offloader:
         offloader.engine.observe_too(transport)
         step(model)
-        assert offloader.link.offloads.waiting_bytes == 0
+        assert offloader.link.waiting_bytes == 0
         assert offloader.engine.mover.ahead_bytes == 0
         assert offloader.host_pool.settle() == 0
     return transport
@@ -244,7 +244,7 @@ def test_what_another_forward_left_in_the_window_makes_room() -> None:
     with attach(model, config, transport=transport, backward_order=OldestFirst()) as offloader:
         offloader.engine.observe_too(transport)
         first, second = model(batch(0)).sum(), model(batch(1)).sum()
-        assert offloader.link.offloads.waiting_bytes == 4 * SLOT_BYTES
+        assert offloader.link.waiting_bytes == 4 * SLOT_BYTES
         first.backward()
         assert transport.num_on_demand == 0
         second.backward()
@@ -294,11 +294,11 @@ def test_models(architecture: str, settings: dict[str, Any]) -> None:
     assert transport.most_bytes < window
 
 
-def wait_for_none(self: OffloadWindow, items: Sequence[int]) -> None:
+def wait_for_none(self: LinkContext, items: Sequence[int]) -> None:
     pass
 
 
-def wait_for_the_oldest(self: OffloadWindow, items: Sequence[int]) -> None:
+def wait_for_the_oldest(self: LinkContext, items: Sequence[int]) -> None:
     if items:
         oldest = next(iter(self._leaving.values()))
         oldest.transport.wait(oldest.ticket)
@@ -307,14 +307,14 @@ def wait_for_the_oldest(self: OffloadWindow, items: Sequence[int]) -> None:
 @pytest.mark.parametrize("wait", [wait_for_none, wait_for_the_oldest])
 def test_room_that_is_made_without_its_wait_is_noticed(wait: Any) -> None:
     config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
-    with mock.patch.object(OffloadWindow, "await_copies", wait):
+    with mock.patch.object(LinkContext, "await_copies", wait):
         transport = run_counting(stack(), config, one_step)
     assert transport.freed_early
 
 
 def test_room_that_is_never_made_is_noticed() -> None:
     config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
-    with mock.patch.object(OffloadWindow, "make_room", return_value=False):
+    with mock.patch.object(LinkContext, "make_room", return_value=False):
         transport = run(stack(), config, one_step)
     assert transport.num_on_demand > transport.num_ahead
 

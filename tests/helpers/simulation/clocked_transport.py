@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.engine.transfer.graph_task import is_in_backward
-from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import Bandwidth, BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.engine.transfer.transport import (
+    Bandwidth,
+    BlockingTransport,
+    CopyOptions,
+    DoneTicket,
+    LinkMeter,
+    LinkTimes,
+)
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from tests.helpers.simulation.virtual_link import Booking, VirtualLink
@@ -85,18 +89,13 @@ class ClockedTransport(BlockingTransport):
         return end - start
 
     def _copy(
-        self,
-        direction: str,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        after: Sequence[Any],
-        label: object,
-        times: LinkTimes | None,
+        self, direction: str, src: torch.Tensor, dst: torch.Tensor, options: CopyOptions
     ) -> ClockedTicket:
+        after, times = options.get("after", ()), options.get("times")
         with _disable_current_modes():  # no operation of the model's
             dst.copy_(src)
         needs: list[object] = [need.booking for need in after if isinstance(need, ClockedTicket)]
-        booking = self.link.book(direction, src.nbytes, needs, str(label))
+        booking = self.link.book(direction, src.nbytes, needs, str(options.get("label", "")))
         times = self._own_times if times is None else times
         times.transfer_ms += self.link.model.copy_ms(direction, src.nbytes)
         return ClockedTicket(

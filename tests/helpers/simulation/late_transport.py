@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.engine.transfer.transport import BlockingTransport, CopyOptions, DoneTicket
 
 
 @dataclass(eq=False)
@@ -41,13 +39,7 @@ class LateTransport(BlockingTransport):
         return ticket.order <= self._done[ticket.queue]
 
     def _copy(
-        self,
-        direction: str,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        after: Sequence[Any],
-        label: object,
-        times: LinkTimes | None,
+        self, direction: str, src: torch.Tensor, dst: torch.Tensor, options: CopyOptions
     ) -> LateTicket:
-        super()._copy(direction, src, dst, after, label, None)
+        super()._copy(direction, src, dst, {})
         return LateTicket(src.nbytes, queue=direction, order=next(self._orders))

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.layout import bytes_of
-from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import Bandwidth, LinkTimes
+from hf_pyao.engine.transfer.transport import Bandwidth, LinkMeter, LinkTimes
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from tests.helpers.simulation.virtual_link import Booking, VirtualLink

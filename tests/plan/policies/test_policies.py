@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import POLICY_NAMES
-from hf_pyao.engine.runtime.policy import Offload, Situation
+from hf_pyao.engine.runtime.policy import Offload, Policy, Situation
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.model_identity import identity_of
@@ -152,7 +152,7 @@ def test_what_is_recomputed_takes_nothing_of_the_budget() -> None:
 def slots_of(model: torch.nn.Module) -> list[str]:
     names: list[str] = []
 
-    class Listing:
+    class Listing(Policy):
         name = "listing"
 
         def decide(self, slot: Slot, situation: Situation) -> Offload:

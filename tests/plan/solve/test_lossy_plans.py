@@ -10,7 +10,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.codecs import get_codec
-from hf_pyao.engine.runtime.policy import Offload, Situation
+from hf_pyao.engine.runtime.policy import Offload, Policy, Situation
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.options.auto_plan import plan_of
@@ -167,7 +167,7 @@ def test_statistics_of_rows_are_written_as_they_are() -> None:
         assert slot.name not in statistics or codec is None
 
 
-class Losing:
+class Losing(Policy):
     """A policy of one's own that writes all in int8."""
 
     name = "losing"
