@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
-from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
+from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
 from tests.helpers.simulation.transport import SimulatedRaceError
@@ -40,33 +40,34 @@ def _a_block_stays_over_the_end_of_a_step() -> Any:
     def upcoming(self: WeightVisits) -> Any:
         return RingSchedule._upcoming(self)
 
-    def is_stale(self: WeightVisits, block: int) -> bool:
-        return False
+    def begin_step(self: WeightVisits) -> None:
+        self.begin(trains=False)
+        self.ahead()
 
-    return mock.patch.multiple(WeightVisits, _upcoming=upcoming, _is_stale=is_stale)
+    return mock.patch.multiple(WeightVisits, _upcoming=upcoming, begin_step=begin_step)
 
 
 def _noise_of_a_step_is_taken_for_another() -> Any:
     """The memory's noise is used for whatever step is asked for."""
-    own = PackedBlock._drawn
+    own = TrainedBlock.drawn
 
-    def drawn(self: PackedBlock, memory: Any, step_in_memory: Any, key: Any, step: int, *more: Any):
-        if self.index == 2:
-            step_in_memory = step
-        return own(self, memory, step_in_memory, key, step, *more)
+    def drawn(self: TrainedBlock, *given: Any) -> Any:
+        draw = own(self, *given)
+        return lambda key, step, *more: draw(key, self.holds, *more)
 
-    return mock.patch.object(PackedBlock, "_drawn", drawn)
+    return mock.patch.object(TrainedBlock, "drawn", drawn)
 
 
 def _the_last_noise_is_not_waited_for() -> Any:
     """Noise is drawn into a slot while that of the micro-batch before is still copied back."""
 
-    def upload(self: WeightVisits, block: int, slot: int) -> None:
-        self._left_by[slot] = None
+    own = WeightVisits._update
+
+    def update(self: WeightVisits, block: Any, slot: Any) -> None:
+        self._copies_back.clear()
         own(self, block, slot)
 
-    own = WeightVisits.upload
-    return mock.patch.object(WeightVisits, "upload", upload)
+    return mock.patch.object(WeightVisits, "_update", update)
 
 
 MUTANTS: tuple[Callable[[], Any], ...] = (

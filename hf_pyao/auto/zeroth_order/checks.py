@@ -1,4 +1,4 @@
-"""What zeroth order refuses of a model, before anything is changed."""
+"""What zeroth order refuses of its arguments and of a model, before anything is changed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from torch import nn
 
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.weights.tables import StreamedTable
+from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.ranks import process_rank
+from hf_pyao.settings.sizes import Count, Gibibytes
+from hf_pyao.text import echo
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -18,9 +21,32 @@ from hf_pyao.training_engines import (
     is_moved_by_accelerate,
 )
 
-NUM_PASSES = 2
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Of weights that can be perturbed."""
+
+
+def check_arguments(
+    model: object,
+    settings: object,
+    num_resident: int | None,
+    host_memory_gib: float | None,
+) -> None:
+    """Refuse arguments of ``ZerothOrder`` that are of another kind, or out of range.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for what, given, kind in (
+        ("model", model, nn.Module),
+        ("settings", settings, ZerothOrderSettings),
+    ):
+        if not isinstance(given, kind):
+            raise ConfigError(
+                f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
+            )
+    if num_resident is not None:
+        Count("layers").check("num_resident", num_resident)
+    Gibibytes().check("host_memory_gib", host_memory_gib)
 
 
 def check_model(model: nn.Module) -> None:
@@ -30,21 +56,40 @@ def check_model(model: nn.Module) -> None:
         ConflictError: with what was found, and what to do.
     """
     num_ranks = process_rank().num_ranks
-    if num_ranks not in (1, NUM_PASSES):
+    if num_ranks > 2:
         raise ConflictError(
             f"zeroth order runs on one process or on two, and the group has {num_ranks}. Start it "
             "with two, which run one pass each.",
             key="zeroth-order-ranks",
         )
     for path, module in model.named_modules():
-        _check_module(path or type(model).__name__, module, num_ranks)
+        where = path or type(model).__name__
+        _check_module(where, module, num_ranks)
+        if what := _moved_by(module):
+            raise _not_plain(where, what)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise _moved(name, "is on the meta device: it has no bytes yet")
+            raise _not_plain(name, "is on the meta device: it has no bytes yet")
         if parameter.requires_grad and parameter.dtype not in _DTYPES:
-            raise _moved(name, f"is trained and has {parameter.dtype}, to which no noise is added")
+            raise _not_plain(name, f"is trained and has {parameter.dtype}: no noise is added to it")
         if engine := next((each for each in ENGINES if each.has(parameter)), None):
-            raise _moved(name, f"is divided among ranks, by {engine.name}")
+            raise _not_plain(name, f"is divided among ranks, by {engine.name}")
+
+
+def _moved_by(module: nn.Module) -> str:
+    """Return who else moves, shards or compiles the weights of *module*; nothing: no one."""
+    if isinstance(module._parameters, StreamedTable):
+        is_ours = isinstance(module._parameters.source, WeightVisits)
+        other = "another ZerothOrder" if is_ours else "an offloader"
+        return f"has weights on the host already, by {other}"
+    unit_of = engine_of_module(module)
+    if unit_of.shards is Sharded.WEIGHTS:
+        return f"is divided among ranks, by {unit_of.name}"
+    if is_compiled(module):
+        return "is compiled: compiled code reads weights by itself"
+    if is_moved_by_accelerate(module):
+        return "has a device map: Accelerate moves its weights by itself"
+    return ""
 
 
 def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
@@ -54,20 +99,6 @@ def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
             "and zeroth order saves no activations. Call offloader.detach() first.",
             key="zeroth-order-attached",
         )
-    if isinstance(module._parameters, StreamedTable):
-        other = (
-            "another ZerothOrder"
-            if isinstance(module._parameters.source, WeightVisits)
-            else "an offloader"
-        )
-        raise _moved(where, f"has weights on the host already, by {other}")
-    unit_of = engine_of_module(module)
-    if unit_of.shards is Sharded.WEIGHTS:
-        raise _moved(where, f"is divided among ranks, by {unit_of.name}")
-    if is_compiled(module):
-        raise _moved(where, "is compiled: compiled code reads weights by itself")
-    if is_moved_by_accelerate(module):
-        raise _moved(where, "has a device map: Accelerate moves its weights by itself")
     is_trained = any(each.requires_grad for each in module.parameters(recurse=False))
     if isinstance(module, nn.RNNBase) and is_trained:
         raise ConflictError(
@@ -85,7 +116,7 @@ def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
         )
 
 
-def _moved(where: str, what: str) -> ConflictError:
+def _not_plain(where: str, what: str) -> ConflictError:
     return ConflictError(
         f"zeroth order: {where!r} {what}. Load the plain model, and give that.",
         key="zeroth-order-model",

@@ -1,4 +1,4 @@
-"""Runs several forwards of one model side by side, layer call by layer call.
+"""Runs both forwards of a step side by side, layer call by layer call.
 
 [Note: Lock-step]
 Both passes of a step are the model's own forward, each on a thread of its own, and one of them runs
@@ -12,15 +12,15 @@ Each pass has its own random numbers: the state of the generators is exchanged a
 and all passes start from one state. So dropout draws the same masks in both. Afterwards the
 generators are where the first pass has left them.
 
-Attributes of modules belong to both passes. So a pass that has changed one (a value that later
-layers read, a counter, a cache that is filled at first use) keeps the turn to its end, and the
-other one follows it, as in the plain loop. Then blocks are uploaded for each pass. What is seen is
-that of ``engine.rerun.guard``: up to a pass's first hand-over in all modules, later in the layer
-that has run and outside of layers.
+Attributes of modules belong to both passes. So the passes of the first step run one after the
+other, and ``engine.rerun.guard`` looks at all modules as each layer call of the second one ends. A
+model that changes attributes in its forward (a value that later layers read, a counter, a list)
+runs so in all steps; blocks are uploaded for each pass then. If attributes are others only after a
+later step, both passes of this step run again, one after the other, and so do all that follow.
 
-A thread takes over what the calling thread has set: modes in Python, inference and grad mode,
-autocast, device, stream, context variables. If a pass fails, the others end at their next
-hand-over, and the error is raised.
+A thread takes over what the calling thread has set: modes in Python, inference mode, autocast,
+device, stream, context variables. If a pass fails, the other one ends at its next hand-over, and
+the error is raised.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.utils import _python_dispatch
 
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.guard import Look, change, look_at
+from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.transfer.compute_streams import current_stream
 
 T = TypeVar("T")
@@ -48,246 +49,182 @@ class _Abandoned(BaseException):
 
 
 class LockStep:
-    """Passes that run in turns.
-
-    Each run has a state of its own: if an interrupt comes as a thread is started, the thread may
-    begin after its run is over. It finds then that the run has failed, and ends.
+    """Runs the passes of a step, of which there is one or two.
 
     Args:
         device: where they compute.
         modules: of the model.
-        layers: which are called one after the other.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        modules: Iterable[nn.Module] = (),
-        layers: Iterable[nn.Module] = (),
-    ) -> None:
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device
-        inside = {inner for layer in layers for inner in layer.modules()}
-        self._modules = [(weakref.ref(each), each not in inside) for each in modules]
-        """The modules, each with whether it is outside of layers."""
-        self._run: _Run | None = None
+        self._modules = [weakref.ref(each) for each in modules]
+        self._may_alternate: bool | None = None
+        """Whether forwards leave all attributes as they are; None: it is not known yet."""
+        self._before: Look | None = None
+        """What modules hold, while each layer call looks for changes."""
+        self._turns: _Turns | None = None
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Run *passes* in turns; return what they return.
-
-        The first runs on the calling thread.
+        """Run *passes*, in turns if they may; return what they return.
 
         Raises:
             BaseException: what the first pass that failed has raised.
         """
-        self._run = _Run(self._device, self._look)
-        try:
-            return self._run.run(passes)
-        finally:
-            self._run = None
-
-    def _look(self, *, at_all: bool) -> Look:
-        found = [ref() for ref, is_outside in self._modules if at_all or is_outside]
-        return look_at(vars(module) for module in found if module is not None)
-
-    def hand_over(self) -> None:
-        """Let the next pass run up to its hand-over; outside of a pass nothing is done."""
-        if self._run is not None:
-            self._run.hand_over()
-
-    @contextlib.contextmanager
-    def layer_call(self, layer: nn.Module) -> Iterator[None]:
-        """Hand over as a call of *layer* ends, unless this pass has changed attributes."""
-        before = look_at(map(vars, layer.modules()))
-        yield
-        if self._run is not None:
-            if change(before, look_at(map(vars, layer.modules())), list):
-                self._run.keep_turn()
-            self._run.hand_over()
-
-
-class _Run:
-    """One run of passes; see :class:`LockStep`."""
-
-    def __init__(self, device: torch.device, look: Callable[..., Look]) -> None:
-        self._device = device
-        self._look = look
-        self._before: Look | None = None
-        """At the modules, as the pass that runs has got the turn."""
-        self._begun: set[int] = set()
-        """Passes that have handed over."""
-        self._keeping: set[int] = set()
-        """Passes that keep the turn to their end."""
-        self._changed = threading.Condition()
-        self._turn = 0
-        self._runs: list[bool] = []
-        """By pass, whether it has not ended."""
-        self._states: list[RandomState] = []
-        self._errors: list[BaseException] = []
-        self._numbers: dict[int, int] = {}
-        """By thread the pass that runs on it."""
-
-    def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Run *passes*; may be called once."""
         start = RandomState([self._device])
-        self._states = [start] * len(passes)
-        self._runs = [True] * len(passes)
-        results: list[Any] = [None] * len(passes)
-        threads = [
-            self._thread(number, each, results) for number, each in enumerate(passes) if number
-        ]
+        if self._may_alternate and len(passes) > 1:
+            before, self._turns = self._look(), _Turns(self._device)
+            try:
+                results = self._turns.run(passes)
+            finally:
+                self._turns = None
+            if not change(before, self._look(), list):
+                return results
+            self._may_alternate = False
+            start.restore()
+        return self._one_by_one(passes, start)
+
+    def _one_by_one(self, passes: Sequence[Callable[[], T]], start: RandomState) -> list[T]:
+        results = [passes[0]()]
+        end = start.now()
+        try:
+            for each in passes[1:]:
+                start.restore()
+                if self._may_alternate is None:
+                    self._before = self._look()
+                results.append(each())
+                if self._before is not None:
+                    self.end_layer(1)  # for what has run behind the last layer
+                    self._may_alternate = self._may_alternate is None
+        finally:
+            self._before = None
+            end.restore()
+        return results
+
+    def _look(self) -> Look:
+        return look_at(vars(module) for ref in self._modules if (module := ref()) is not None)
+
+    def end_layer(self, number: int) -> None:
+        """Note that a layer call of pass *number* has ended: let the other one run up to there."""
+        if self._turns is not None:
+            self._turns.hand_over(number)
+        elif self._before is not None and change(self._before, self._look(), list):
+            self._may_alternate = False
+
+
+class _Turns:
+    """One run of two passes; an interrupt leaves no thread behind.
+
+    Args:
+        device: where they compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = [RandomState([device])] * 2
+        self._runs = [True, True]
+        """By pass, whether it has not ended."""
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._results: list[Any] = [None, None]
+        self._errors: list[BaseException] = []
+
+    def run(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run *passes*, the first on the calling thread; may be called once."""
+        context, carried = contextvars.copy_context(), _carried(self._device)
+
+        def second() -> None:
+            with carried():
+                context.run(self._play, 1, passes[1])
+
+        # If an interrupt comes as the thread starts, it finds that the run has failed, and ends.
+        thread = threading.Thread(target=second, name="pyao-pass-1", daemon=True)
         try:
             try:
-                for thread in threads:
-                    thread.start()
-                self._pass(0, passes[0], results)
+                thread.start()
+                self._play(0, passes[0])
             finally:
-                self._join(threads)
+                self._join(thread)
         finally:  # once more: an interrupt may have come before the other call had begun
-            self._join(threads)
+            self._join(thread)
             self._states[0].restore()
         if self._errors:
             raise self._errors[0]
-        return results
+        return self._results
 
-    def hand_over(self) -> None:
-        """Let the next pass run, if the calling thread runs one."""
-        number = self._numbers.get(threading.get_ident())
-        if number is None or (sum(self._runs) < 2 and not self._errors):
-            return
-        assert self._before is not None
-        if change(self._before, self._look(at_all=number not in self._begun), list):
-            self._keeping.add(number)
-        if number in self._keeping and not self._errors:
-            return
-        self._begun.add(number)
-        self._states[number] = self._states[number].now()
+    def hand_over(self, number: int) -> None:
+        """Let the other pass run up to its hand-over, if it has not ended."""
+        if self._runs[1 - number] or self._errors:
+            self._states[number] = self._states[number].now()
+            with self._changed:
+                self._turn = 1 - number
+                self._changed.notify_all()
+            self._await(number)
+
+    def _await(self, number: int) -> None:
         with self._changed:
-            self._pass_on(number)
-            self._wait(number)
+            self._changed.wait_for(lambda: self._turn == number or bool(self._errors))
         if self._errors:
             raise _Abandoned
-        self._begin_turn(number)
-
-    def keep_turn(self) -> None:
-        """Let the calling thread's pass run to its end before another one."""
-        number = self._numbers.get(threading.get_ident())
-        if number is not None:
-            self._keeping.add(number)
-
-    def _begin_turn(self, number: int) -> None:
         self._states[number].restore()
-        self._before = self._look(at_all=number not in self._begun)
 
-    def _wait(self, number: int) -> None:
-        """Wait for the turn of a pass, or for one that fails."""
-        self._changed.wait_for(lambda: self._turn == number or bool(self._errors))
+    def _play(self, number: int, run: Callable[[], Any]) -> None:
+        try:
+            self._await(number)
+            self._results[number] = run()
+            self._states[number] = self._states[number].now()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._end(number)
 
     def _end(self, number: int) -> None:
-        """Note that a pass has ended; it may be called again."""
         with self._changed:
             self._runs[number] = False
-            if self._turn == number or self._errors:
-                self._pass_on(number)
-            self._changed.notify_all()  # also where an interrupt came between turn and notice
+            self._turn = 1 - number
+            self._changed.notify_all()
 
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the end of *threads*, whatever interrupts it: they use the model.
-
-        Args:
-            threads: those of all passes but the first, which is over; not all may have started.
-        """
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the end of *thread*, whatever interrupts it: it uses the model."""
         interrupt = None
         while True:
             try:
                 if self._runs[0]:  # it could not note its end
                     self._errors.append(_Abandoned())
                 self._end(0)
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
+                if thread.ident is not None:
+                    thread.join()
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _pass_on(self, number: int) -> None:
-        """Give the turn to the next pass that runs."""
-        for step in range(1, len(self._runs) + 1):
-            following = (number + step) % len(self._runs)
-            if self._runs[following]:
-                self._turn = following
-                break
-        self._changed.notify_all()
 
-    def _pass(self, number: int, run: Callable[[], Any], results: list[Any]) -> None:
-        self._numbers[threading.get_ident()] = number
-        try:
-            with self._changed:
-                self._wait(number)
-            if not self._errors:
-                self._begin_turn(number)
-                results[number] = run()
-                self._states[number] = self._states[number].now()
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            self._errors.append(error)
-        finally:
-            self._numbers.pop(threading.get_ident(), None)
-            self._end(number)
-
-    def _thread(self, number: int, run: Callable[[], Any], results: list[Any]) -> threading.Thread:
-        context, surroundings = contextvars.copy_context(), Surroundings(self._device)
-
-        def target() -> None:
-            with surroundings.put_on():
-                context.run(self._pass, number, run, results)
-
-        return threading.Thread(target=target, name=f"pyao-pass-{number}", daemon=True)
-
-
-class Surroundings:
-    """What torch keeps for each thread, taken from the calling one and put on another.
-
-    Args:
-        device: where compute runs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = current_stream(device)
-        self._function_modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._has_gradients = torch.is_grad_enabled()
-        self._caches = torch.is_autocast_cache_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device.type))
-            if torch.amp.is_autocast_available(kind)
-        ]
+def _carried(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what has another thread carry what torch keeps for the calling one."""
+    around, stream = Surroundings([device], with_random=False), current_stream(device)
+    is_inference = torch.is_inference_mode_enabled()
+    functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    dispatch = _python_dispatch._get_current_dispatch_mode_stack()
 
     @contextlib.contextmanager
-    def put_on(self) -> Iterator[None]:
-        """Have the calling thread, which ends behind this context, carry them."""
+    def carried() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            self._set()
-            for mode in self._function_modes:  # not entered: that may do more, and is done
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(around.put_back())
+            if stream is not None:
+                torch.accelerator.set_device_index(device.index or 0)
+                torch.accelerator.set_stream(stream)
+            for mode in functions:  # not entered: that may do more, and is done
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
                 stack.callback(overrides._pop_mode)
-            for mode in self._dispatch_modes:
+            for mode in dispatch:
                 _python_dispatch._push_mode(mode)
                 stack.callback(_python_dispatch._pop_mode, getattr(mode, "_mode_key", None))
             yield
 
-    def _set(self) -> None:
-        torch.set_grad_enabled(self._has_gradients)
-        torch.set_autocast_cache_enabled(self._caches)
-        for kind, is_enabled, dtype in self._autocast:
-            torch.set_autocast_enabled(kind, is_enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        if self._stream is not None:
-            torch.accelerator.set_device_index(self._device.index or 0)
-            torch.accelerator.set_stream(self._stream)
+    return carried

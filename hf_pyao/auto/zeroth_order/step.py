@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import math
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.links import device_of
-from hf_pyao.auto.zeroth_order.checks import check_model
-from hf_pyao.auto.zeroth_order.visiting_weights import VisitingWeights
+from hf_pyao.auto.zeroth_order.checks import check_arguments, check_model
+from hf_pyao.auto.zeroth_order.visiting_weights import SIGNS, VisitingWeights
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
-from hf_pyao.engine.zeroth_order.perturbation import (
-    PastStep,
-    ZerothOrderSettings,
-    projected_gradient,
-)
+from hf_pyao.engine.zeroth_order.perturbation import PastStep, ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
+from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
+from hf_pyao.errors import ConfigError, ConflictError, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
 from hf_pyao.settings.removed import refuse_removed
-from hf_pyao.settings.sizes import Count, Gibibytes
-from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
-
-SIGNS = (1, -1)
-"""Of the passes of a step; with two ranks, that of each rank."""
 
 
 class ZerothOrder:
@@ -42,7 +32,7 @@ class ZerothOrder:
 
     Parameters that require gradients are trained; no gradient is ever computed. Layers visit the
     device one at a time (ZO2, arXiv 2503.12668), and their updates go back to the host. Layers that
-    stay are on the device, and so are embeddings and head, unless these visit by rows.
+    stay are on the device, and so are embeddings and head.
 
     ```python
     with ZerothOrder(model, ZerothOrderSettings(epsilon=1e-3), device="cuda") as zeroth_order:
@@ -58,8 +48,7 @@ class ZerothOrder:
         device: where compute runs; None: where the model is.
         num_resident: layers that stay on the device, evenly spread; None: all.
         host_memory_gib: most memory of the host, in GiB; None: this process's share of it.
-        stream_embeddings: ``"on"``: the weights of embeddings and head are on the host, too, and
-            visit by rows; ``"off"``: they stay on the device.
+        stream_embeddings: ``"off"``: weights of embeddings and head are on the device.
         head_loss: ``"chunked"`` or ``"auto"``: both passes compute the loss over chunks of tokens,
             without all logits; ``"off"``: the model's own loss.
         layers: names or patterns of the layers, as ``PyAOConfig.layers``.
@@ -87,15 +76,8 @@ class ZerothOrder:
         transport: Transport | None = None,
     ) -> None:
         self.settings = settings or ZerothOrderSettings()
-        for what, given, kind in (
-            ("model", model, nn.Module),
-            ("settings", self.settings, ZerothOrderSettings),
-        ):
-            if not isinstance(given, kind):
-                raise ConfigError(
-                    f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
-                )
-        _check_given(num_resident, host_memory_gib, stream_embeddings, head_loss)
+        check_arguments(model, self.settings, num_resident, host_memory_gib)
+        refuse_removed("ZerothOrder.stream_embeddings", "stream_embeddings", stream_embeddings)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
         check_model(root)
@@ -115,21 +97,17 @@ class ZerothOrder:
             found.layers,
             self._trained,
             self.device,
-            len(found.layers) if num_resident is None else num_resident,
-            host_memory_gib=host_memory_gib,
-            ends_visit=stream_embeddings == "on",
-            transport=transport,
+            num_resident,
+            host_memory_gib,
+            transport,
         )
         self._is_open = True
-        self._is_flushed = False
-        """Whether :meth:`close` has updated all weights."""
         self._losses: tuple[tuple[float, float], ...] = ()
         """By micro-batch of the step that runs, those of both passes."""
         self.num_skipped_steps = 0
         """Steps whose losses were not finite: they have changed nothing."""
         try:
             self._weights.put_on()
-            self._hooks = self._hook(root)
             self.head_loss = install_head_loss(root, head_loss, without_gradients=True)
             """What computes the loss in chunks, and says why where it does not."""
         except BaseException:
@@ -144,7 +122,7 @@ class ZerothOrder:
         return self._trained.num_steps
 
     @property
-    def blocks(self) -> list[VisitBlock]:
+    def blocks(self) -> list[TrainedBlock]:
         """What visits the device: the weights of each layer that is on the host."""
         return self._weights.blocks
 
@@ -201,10 +179,14 @@ class ZerothOrder:
             with visits.reading(sign):
                 return _checked(loss_fn(model))
 
+        passes = [functools.partial(run, sign) for sign in signs]
         with torch.no_grad():
-            found = [float(each) for each in self._weights.turns.run([_of(run, s) for s in signs])]
-        losses = found if own.num_ranks == 1 else _exchanged(found[0], self.device)
-        return losses[0], losses[1]
+            found = [float(each) for each in self._weights.turns.run(passes)]
+        if own.num_ranks > 1:
+            losses: list[Any] = [None, None]
+            torch.distributed.all_gather_object(losses, found[0])
+            found = losses
+        return found[0], found[1]
 
     def end_step(self, learning_rate: float) -> float:
         """End a step: every weight is updated by it when it is read next.
@@ -223,10 +205,11 @@ class ZerothOrder:
                 key="wrong-argument",
             )
         plus, minus = (sum(each) / len(losses) for each in zip(*losses, strict=True))
-        gradient = projected_gradient(plus, minus, self.settings.epsilon)
+        gradient = (plus - minus) / (2.0 * self.settings.epsilon)
         self._losses = ()
         if math.isfinite(gradient) and math.isfinite(learning_rate):
-            self._trained.end_step(PastStep(self.num_steps, learning_rate, gradient))
+            past = PastStep(self.num_steps, learning_rate, gradient)
+            self._weights.visits.end_step(past)
         else:
             self.num_skipped_steps += 1
             warn(
@@ -239,7 +222,7 @@ class ZerothOrder:
                 minus,
                 learning_rate,
             )
-            self._trained.end_step(None)
+            self._weights.visits.end_step(None)
         return gradient
 
     def drop_step(self) -> None:
@@ -266,12 +249,8 @@ class ZerothOrder:
                 key="wrong-argument",
             )
         try:
-            if not self._is_flushed:
-                self._weights.visits.flush()
-                self._is_flushed = True
+            self._weights.visits.flush()
         finally:
-            for hook in self._hooks:
-                hook.remove()
             self.head_loss.uninstall()
             self._weights.take_off()
             self._is_open = False  # last: an interrupted call can be made again
@@ -295,9 +274,9 @@ class ZerothOrder:
             "epsilon": self.settings.epsilon,
             "transfer_dtype": self.settings.transfer_dtype,
             "momentum": {
-                each.name: torch.cat([part.state.cpu() for part in each.parts])  # type: ignore[union-attr]
+                each.name: each.state.cpu().clone()
                 for each in self._trained.weights
-                if self.settings.momentum
+                if each.state is not None
             },
         }
 
@@ -318,79 +297,26 @@ class ZerothOrder:
                     "noise depends on it.",
                     key="zeroth-order-resume",
                 )
-        momenta = state["momentum"]
         for weight in self._trained.weights:
-            found = momenta.get(weight.name)
+            found = state["momentum"].get(weight.name)
             if found is not None and found.numel() != weight.num_elements:
                 raise ConfigError(
                     f"the momentum of {weight.name!r} has {found.numel()} elements; the weight has "
                     f"{weight.num_elements}. Resume with the same model.",
                     key="zeroth-order-resume",
                 )
-        for part, found in self._momenta(momenta):
-            part.copy_(found)
+        for weight in self._trained.weights:
+            if weight.state is not None:
+                weight.state.copy_(state["momentum"].get(weight.name, torch.zeros(())))
         self._losses = ()
         self._trained.start_at(state["num_steps"])
         self._weights.visits.forget_all()
-
-    def _momenta(
-        self, momenta: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the momentum of each part, and what *momenta* have for it; zeros for none."""
-        for weight in self._trained.weights:
-            for part in weight.parts:
-                if part.state is None:
-                    continue
-                found = momenta.get(weight.name)
-                end = part.first + part.num_elements
-                yield part.state, torch.zeros(()) if found is None else found[part.first : end]
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise ConflictError(
                 "this ZerothOrder was closed. Make another one for the model.", key="wrong-argument"
             )
-
-    def _hook(self, model: nn.Module) -> list[Any]:
-        """Flush before anyone takes the weights, or gives others."""
-        flush, anything = _Flush(self), typing.cast(Any, model)
-        return [
-            anything.register_state_dict_pre_hook(flush),
-            anything.register_load_state_dict_pre_hook(flush),
-        ]
-
-
-class _Flush:
-    """A hook of the model that has weights updated; in copies of the model it does nothing."""
-
-    __slots__ = ("_zeroth_order",)
-
-    def __init__(self, zeroth_order: ZerothOrder) -> None:
-        self._zeroth_order = zeroth_order
-
-    def __call__(self, *_: object, **__: object) -> None:
-        if self._zeroth_order._is_open:
-            self._zeroth_order.flush()
-
-    def __reduce__(self) -> Any:
-        # A callable that takes anything, and that is there where hf_pyao is not installed.
-        return typing.cast, (None, nn.Identity)
-
-
-def _check_given(
-    num_resident: int | None,
-    host_memory_gib: float | None,
-    stream_embeddings: str,
-    head_loss: str,
-) -> None:
-    """Refuse arguments of :class:`ZerothOrder` that are out of range."""
-    if num_resident is not None:
-        Count("layers").check("num_resident", num_resident)
-    Gibibytes().check("host_memory_gib", host_memory_gib)
-    if stream_embeddings not in ("on", "off"):
-        raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
-    if head_loss not in ("off", "auto", "chunked"):
-        raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
 
 
 def zeroth_order_step(
@@ -423,54 +349,21 @@ def zeroth_order_step(
     return loss
 
 
-@contextlib.contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Keep a model of transformers from saving keys and values while it trains."""
-    config = getattr(unwrap_model(model), "config", None)
-    before = getattr(config, "use_cache", None)
-    if before is None:
-        yield
-        return
-    assert config is not None
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = before
-
-
-def _of(run: Callable[[int], torch.Tensor], sign: int) -> Callable[[], torch.Tensor]:
-    return lambda: run(sign)
-
-
 def _checked(loss: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
-    kind = (
-        f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
-    )
+    what = f"a tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else type(loss)
     raise ConfigError(
-        f"loss_fn has returned {kind}; expected a tensor with one number.", key="wrong-argument"
+        f"loss_fn has returned {what}; expected a tensor with one number.", key="wrong-argument"
     )
-
-
-def _exchanged(loss: float, device: torch.device) -> list[float]:
-    """Return the losses of both ranks, in the order of the ranks."""
-    distributed = torch.distributed
-    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
-    own = torch.tensor([loss], dtype=torch.float64, device=where)
-    found = [torch.zeros_like(own) for _ in SIGNS]
-    distributed.all_gather(found, own)
-    return [float(each) for each in found]
 
 
 def _share_generators(device: torch.device) -> None:
     """Let torch's generators of both ranks have the state of rank 0: both passes draw the same."""
-    distributed = torch.distributed
-    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
-    for kind in dict.fromkeys((torch.device("cpu"), device)):
-        generators: Any = torch if kind.type == "cpu" else torch.get_device_module(kind)
-        place = () if kind.type == "cpu" else (kind,)
-        state = generators.get_rng_state(*place).to(where)
-        distributed.broadcast(state, src=0)
-        generators.set_rng_state(state.cpu(), *place)
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((torch.get_device_module(device), (device,)))
+    states = [module.get_rng_state(*place) for module, place in generators]
+    torch.distributed.broadcast_object_list(states, src=0)
+    for (module, place), state in zip(generators, states, strict=True):
+        module.set_rng_state(state, *place)

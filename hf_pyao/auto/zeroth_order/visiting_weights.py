@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.links import pool_for
-from hf_pyao.auto.install.weight_readers import WeightReaders
+from hf_pyao.auto.install.weight_readers import Around, WeightReaders
 from hf_pyao.auto.zeroth_order.lock_step import LockStep
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
@@ -19,72 +19,19 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
-from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.engine.zeroth_order import int8_transfer
-from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
-from hf_pyao.engine.zeroth_order.by_rows import VisitsByRows
-from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
+from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConfigError
-from hf_pyao.model.patching.lasting_forward import LeftBehind
-from hf_pyao.model.weights.ends import ends_by_rows
 from hf_pyao.model.weights.places import ComputeDevice, move_others
 from hf_pyao.model.weights.streamable import is_dense, is_tied, owners_by_storage
 
-_LAYER = "_pyao_zeroth_order_layer"
-_LEAST_PIECE_BYTES = 4096
-"""Pieces of a weight that visits by rows may be as large as this, however small layers are."""
-_OUTSIDE = "_pyao_zeroth_order_outside"
-
-
-class _LayerCall(LeftBehind):
-    """Hands over to the other pass as a layer call ends."""
-
-    def __init__(self, visits: WeightVisits, turns: LockStep, block: int | None) -> None:
-        self._visits = visits
-        self._turns = turns
-        self._block = block
-
-    def run(
-        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Return what the layer's own forward returns."""
-        if self._visits.sign is None:
-            return own(*args, **kwargs)
-        if self._block is not None:
-            self._visits.arrive(self._block)
-        with self._turns.layer_call(module):
-            result = own(*args, **kwargs)
-            self._visits.end_layer()
-        return result
-
-
-class _OutsideCall(LeftBehind):
-    """Lets a forward outside of a step (evaluation, generation) read updated weights.
-
-    It is on the model and on its parts: whoever calls one of these by itself finds them, too.
-    """
-
-    def __init__(self, visits: WeightVisits) -> None:
-        self._visits = visits
-
-    def run(
-        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Return what the module's own forward returns."""
-        visits = self._visits
-        if visits.sign is not None:
-            return own(*args, **kwargs)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(module, own, args, kwargs)
-        with visits.in_use:
-            visits.begin_step()
-            with visits.reading(0):
-                return own(*args, **kwargs)
+SIGNS = (1, -1)
+"""Of the passes of a step; with two ranks, that of each rank."""
+_KEY = "_pyao_zeroth_order"
+_FILES = ("state_dict", "_load_from_state_dict")
+"""Methods by which others take a model's weights, or give it others."""
 
 
 class VisitingWeights:
@@ -95,9 +42,8 @@ class VisitingWeights:
         layers: qualified name and module of each layer.
         trained: its trained weights.
         device: where compute runs.
-        num_resident: layers that stay on the device.
+        num_resident: layers that stay on the device; None: all.
         host_memory_gib: most memory of the host; None: this process's share.
-        ends_visit: embeddings and head are on the host, too, and come by rows.
         transport: copies bytes; None: what suits the device.
     """
 
@@ -107,34 +53,37 @@ class VisitingWeights:
         layers: Sequence[tuple[str, nn.Module]],
         trained: TrainedWeights,
         device: torch.device,
-        num_resident: int,
-        *,
-        host_memory_gib: float | None = None,
-        ends_visit: bool = False,
-        transport: Transport | None = None,
+        num_resident: int | None,
+        host_memory_gib: float | None,
+        transport: Transport | None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
+        self._layers = {id(layer) for _, layer in layers}
         self._device = device
         transport = transport or transport_for(device)
         self.store: Store = pool_for(host_memory_gib, transport, device)
-        self._link = LinkContext(transport, self.store, None)
-        of_layers = _masters_of(model, layers, num_resident)
-        before, after = ends_by_rows(model, layers) if ends_visit else ([], [])
-        self._masters = [*map(_alone, before), *of_layers, *map(_alone, after)]
-        self.blocks = _blocks_of(self._masters, of_layers, trained)
-        self._check_room()
-        self.turns = LockStep(device, model.modules(), [layer for _, layer in layers])
-        self.visits = VisitsByRows(
-            self.blocks,
-            trained,
-            self._link,
-            device,
-            self.turns.hand_over,
-            read_later={id(parameter) for _, parameter in after},
-            rounded=_packed_ids(model, layers) if trained.is_packed else (),
-        )
-        self._reserved_memory: list[torch.Tensor] = []
+        num_stay = len(layers) if num_resident is None else num_resident
+        stay = resident_layers(len(layers), num_stay) if num_stay else ()
+        self.blocks: list[TrainedBlock] = []
+        rounded: set[int] = set()
+        owners = owners_by_storage(model)
+        for number, (fqn, layer) in enumerate(layers):
+            inside = {id(module) for module in layer.modules()}
+            movable = [
+                (f"{fqn}.{name}", parameter)
+                for name, parameter in layer.named_parameters()
+                if _can_move(parameter) and not is_tied(parameter, owners, inside)
+            ]
+            if number in stay:
+                rounded.update(id(parameter) for _, parameter in movable)
+            elif movable:
+                self.blocks.append(TrainedBlock(len(self.blocks), Masters(fqn, movable), trained))
+        if trained.settings.transfer_dtype is None:
+            rounded.clear()
+        link = LinkContext(transport, self.store, None)
+        self.turns = LockStep(device, model.modules())
+        self.visits = WeightVisits(self.blocks, trained, link, device, rounded)
+        self._reserved: list[torch.Tensor] = []
         self._readers = WeightReaders(self.visits.streams, device)
         self._compute_device = ComputeDevice(device)
 
@@ -143,155 +92,80 @@ class VisitingWeights:
         """Whose weights they are; None if it is gone."""
         return self._model()
 
-    def _check_room(self) -> None:
-        momentum = sum(block.state_nbytes for block in self.blocks)
-        packed = sum(block.packed_nbytes for block in self.blocks if isinstance(block, PackedBlock))
-        needed = sum(masters.nbytes for masters in self._masters) + momentum + packed
-        room = self.store.room_to_reserve(sum(m.host_bytes_before for m in self._masters))
-        if needed > room:
-            raise ConfigError(
-                f"the weights of {len(self._masters)} layers, embeddings and heads take "
-                f"{needed / GIB:.3f} GiB of host memory ({momentum / GIB:.3f} GiB of it for "
-                f"momentum, {packed / GIB:.3f} GiB for copies in transfer_dtype), and there is "
-                f"room for {room / GIB:.3f} GiB. Let more layers stay on the device "
-                "(num_resident), or raise host_memory_gib.",
-                key="streaming-host-memory",
-            )
-
     def put_on(self) -> None:
-        """Move layers to the host and the rest to the device. :meth:`take_off` undoes all of it."""
+        """Move layers to the host and the rest to the device. :meth:`take_off` undoes all of it.
+
+        Raises:
+            ConfigError: the host has no room for them.
+        """
         model = self._model()
         assert model is not None
-        for masters in self._masters:
-            what = f"the weights of {masters.layer!r}"
-            masters.move_to(self._reserved(masters.nbytes, what, masters.host_bytes_before))
-        self._give_states()
-        move_others(model, self.visits.streams, self._device)
-        self._readers.put_on(model, self._is_read, lambda _: self.visits)
-        self._compute_device.put_on(model)
-        of_layer = {block.layer: block.index for block in self.blocks}
-        for fqn, layer in self._living_layers():
-            call = _LayerCall(self.visits, self.turns, of_layer.get(fqn))
-            self._readers.exchange(layer, _LAYER, call)
-        outside = _OutsideCall(self.visits)
-        for module in model.modules():
-            has_forward = type(module).forward is not nn.Module.forward
-            if has_forward and any(map(self._is_read, module.parameters())):
-                self._readers.exchange(module, _OUTSIDE, outside)
-
-    def _living_layers(self) -> list[tuple[str, nn.Module]]:
-        return [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
-
-    def _give_states(self) -> None:
-        """Give momenta their memory: on the host where the weight is, else on the device."""
         for block in self.blocks:
-            if block.state_nbytes:
-                what = f"the momentum of {block.layer!r}"
-                block.give_state_memory(self._reserved(block.state_nbytes, what))
-            if isinstance(block, PackedBlock):
-                what = f"copies in transfer_dtype of {block.layer!r}"
-                block.give_packed_memory(self._reserved(block.packed_nbytes, what))
+            in_place = block.masters.host_bytes_before
+            memory = self.store.reserve(block.host_nbytes, in_place_of_bytes=in_place)
+            if memory is None:
+                needed = sum(each.host_nbytes for each in self.blocks) / GIB
+                raise ConfigError(
+                    f"{len(self.blocks)} layers take {needed:.3f} GiB of host memory, with "
+                    "momentum and copies in transfer_dtype, and there is no room for "
+                    f"{block.layer!r}: {self.store.room_to_reserve(in_place) / GIB:.3f} GiB are "
+                    "left. Let more layers stay on the device (num_resident), or raise "
+                    "host_memory_gib.",
+                    key="streaming-host-memory",
+                )
+            self._reserved.append(memory)
+            block.move_to(memory)
         trained = self.visits.trained
         for weight in trained.weights if trained.settings.momentum else ():
             if not self.visits.streams(weight.ref()):
-                state = torch.zeros(weight.num_elements, device=self._device)
-                weight.parts[0].give_state(state)
-
-    def _reserved(self, nbytes: int, what: str, in_place_of_bytes: int = 0) -> torch.Tensor:
-        memory = self.store.reserve(nbytes, in_place_of_bytes=in_place_of_bytes)
-        if memory is None:
-            raise ConfigError(
-                f"the machine refused {nbytes / GIB:.3f} GiB of host memory for {what}. Let more "
-                "layers stay on the device (num_resident).",
-                key="streaming-host-memory",
-            )
-        self._reserved_memory.append(memory)
-        return memory
+                weight.give_state(torch.zeros(weight.num_elements, device=self._device))
+        move_others(model, self.visits.streams, self._device)
+        self._readers.put_on(model, self._is_read, lambda _: self.visits)
+        self._compute_device.put_on(model)
+        for module in model.modules():
+            has_forward = type(module).forward is not nn.Module.forward
+            is_layer = id(module) in self._layers
+            if is_layer or (has_forward and any(map(self._is_read, module.parameters()))):
+                run = self._layer if is_layer else self._forward
+                self._readers.exchange(module, _KEY, Around(run))
+        for name in _FILES:
+            self._readers.exchange(model, f"{_KEY}_{name}", Around(self._flushed), name)
 
     def _is_read(self, parameter: object) -> bool:
         return self.visits.streams(parameter) or self.visits.trained.of(parameter) is not None
+
+    def _forward(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a module; outside of a step (evaluation) it reads updated weights."""
+        if self.visits.sign is not None:
+            return own()
+        with torch.no_grad(), self.visits.in_use:
+            self.visits.begin_step()
+            with self.visits.reading(0):
+                return own()
+
+    def _layer(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a layer, and let the other pass run its own."""
+        result = self._forward(own)
+        if self.visits.sign is not None:
+            self.visits.end_layer()
+        if self.visits.sign:
+            self.turns.end_layer(SIGNS.index(self.visits.sign))
+        return result
+
+    def _flushed(self, own: Callable[[], Any]) -> Any:
+        self.visits.flush()
+        return own()
 
     def take_off(self) -> None:
         """Give the model its weights back as they are. It may be called again."""
         self._readers.take_off()
         self._compute_device.take_off()
         self.visits.stop()
-        for masters in self._masters:
-            masters.move_back()
-        for memory in self._reserved_memory:
+        for block in self.blocks:
+            block.masters.move_back()
+        for memory in self._reserved:
             self.store.return_reserved(memory)
-        self._masters, self._reserved_memory = [], []
-
-
-def _masters_of(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], num_resident: int
-) -> list[Masters]:
-    """Return the masters of the layers that do not stay: all dense parameters that are theirs."""
-    stay = resident_layers(len(layers), num_resident) if num_resident else ()
-    return [
-        Masters(fqn, parameters)
-        for number, (fqn, parameters) in enumerate(_movable_of(model, layers))
-        if number not in stay and parameters
-    ]
-
-
-def _movable_of(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
-) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Yield by layer the parameters that can visit."""
-    owners = owners_by_storage(model)
-    for fqn, layer in layers:
-        inside = {id(module) for module in layer.modules()}
-        yield (
-            fqn,
-            [
-                (f"{fqn}.{name}", parameter)
-                for name, parameter in layer.named_parameters()
-                if _can_move(parameter) and not is_tied(parameter, owners, inside)
-            ],
-        )
-
-
-def _packed_ids(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[int]:
-    """Return the ``id`` of each matrix that travels in int8 if its layer visits."""
-    return {
-        id(parameter)
-        for _, parameters in _movable_of(model, layers)
-        for _, parameter in parameters
-        if int8_transfer.packs(parameter.size(), parameter.dtype)
-    }
-
-
-def _alone(named: tuple[str, nn.Parameter]) -> Masters:
-    return Masters(named[0], [named])
-
-
-def _blocks_of(
-    masters: Sequence[Masters], of_layers: Sequence[Masters], trained: TrainedWeights
-) -> list[VisitBlock]:
-    """Return a block of each layer, and blocks of rows, none larger, of each other weight."""
-    blocks: list[VisitBlock] = []
-    of_layer = PackedBlock if trained.is_packed else VisitBlock
-    limit = max((of_layer(0, each, trained).nbytes for each in of_layers), default=GROUP_BYTES)
-    limit = max(limit, _LEAST_PIECE_BYTES)
-    for each in masters:
-        if each in of_layers:
-            blocks.append(of_layer(len(blocks), each, trained))
-            continue
-        master = each.masters[0]
-        num_rows, width = master.size
-        known = trained.of(master.ref())
-        row_nbytes = master.nbytes // num_rows
-        if known is not None and trained.settings.momentum:
-            row_nbytes += 4 * width
-        most = max(1, (limit - 2 * ALIGNMENT_BYTES) // row_nbytes)
-        firsts = range(0, num_rows, -(-num_rows // -(-num_rows // most)))
-        if known is not None:
-            known.divide([first * width for first in firsts])
-        for first in firsts:
-            rows = first, min(first + firsts.step, num_rows)
-            blocks.append(VisitBlock(len(blocks), each, trained, rows))
-    return blocks
+        self._reserved = []
 
 
 def _can_move(parameter: nn.Parameter) -> bool:

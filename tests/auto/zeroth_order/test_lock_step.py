@@ -17,10 +17,17 @@ def run(lock_step: LockStep, turns: list[int]) -> list[int]:
     def of(number: int) -> int:
         for _ in range(3):
             turns.append(number)
-            lock_step.hand_over()
+            lock_step.end_layer(number)
         return number
 
     return lock_step.run([lambda: of(0), lambda: of(1)])
+
+
+def ready() -> LockStep:
+    """Return one that knows by a first run that passes may take turns."""
+    made = LockStep(CPU)
+    run(made, [])
+    return made
 
 
 def passes_left() -> list[threading.Thread]:
@@ -28,11 +35,12 @@ def passes_left() -> list[threading.Thread]:
 
 
 def test_an_interrupt_at_any_line_ends_all_passes() -> None:
+    lock_step = ready()
     with Interrupter() as counted:
-        run(LockStep(CPU), [])
+        run(lock_step, [])
     interrupted = 0
     for at in range(counted.count):
-        lock_step, before = LockStep(CPU), torch.get_rng_state()
+        lock_step, before = ready(), torch.get_rng_state()
         try:
             with Interrupter(at):
                 run(lock_step, [])
@@ -56,7 +64,7 @@ def test_a_thread_that_begins_after_its_run_was_given_up_runs_no_pass(
         late.append(thread)
         raise KeyboardInterrupt
 
-    turns, calls = LockStep(torch.device("cpu")), list[int]()
+    turns, calls = ready(), list[int]()
     passes = [lambda number=number: calls.append(number) for number in range(2)]
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
