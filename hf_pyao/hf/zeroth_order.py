@@ -13,21 +13,25 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pyao.auto.zeroth_order.step import ZerothOrder
 from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
-from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.hf.arguments import PyAOArguments
+from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import unwrap_model
 
 _OPTIONS = ("num_resident", "host_memory_gib", "stream_embeddings", "head_loss")
 """Arguments of ``ZerothOrder`` that the Trainer takes."""
 _REFUSED = {
+    "pyao_config": "it saves no activations, which a policy or 'auto' could move; leave it out",
+    "activation_offload": "it saves no activations; give False, or train with PyAOTrainer",
+    "optimizers": "it has no gradients for one; give zeroth_order=, and a scheduler beside None",
     "fp16": "its gradient scaler needs gradients; load the model in float16, or give bf16",
-    "weight_decay": "zeroth order has no weight decay; give 0",
+    "weight_decay": "it has no weight decay; give 0",
     "deepspeed": "DeepSpeed moves and shards the weights itself",
     "fsdp": "FSDP shards the weights",
     "torch_compile": "compiled code reads weights by itself",
     "auto_find_batch_size": "it starts training again, after steps that were made",
+    "n_gpu": "Trainer would wrap the model in nn.DataParallel; set CUDA_VISIBLE_DEVICES to one "
+    "device, or start two processes",
 }
-"""Training arguments that zeroth order cannot have, each with the reason."""
+"""Arguments that zeroth order cannot have, each with the reason."""
 
 
 class ZerothOrderOptimizer(torch.optim.Optimizer):
@@ -89,8 +93,7 @@ class PyAOZerothOrderTrainer(Trainer):
 
     Raises:
         ConfigError: settings for activations are given, which zeroth order does not save; or
-            settings of training that need gradients.
-        ConflictError: something else shards or compiles the model.
+            settings of training that need gradients, or shard or compile the model.
     """
 
     def __init__(
@@ -225,37 +228,13 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
     """Refuse, before data is prepared, what has no meaning without gradients."""
-    if kwargs.get("pyao_config") is not None:
-        raise ConfigError(
-            "pyao_config was given to PyAOZerothOrderTrainer. Zeroth order saves no activations, "
-            "so policies, policy 'auto' among them, and streamed weights have nothing to decide. "
-            "Give zeroth_order, num_resident and host_memory_gib instead.",
-            key="settings-contradict",
-        )
-    if kwargs.get("optimizers", (None, None))[0] is not None:
-        raise ConfigError(
-            "optimizers has an optimizer, and zeroth order computes no gradients for it. Give "
-            "zeroth_order=ZerothOrderSettings(...); a scheduler can be given beside None.",
-            key="settings-contradict",
-        )
-    if args is None:
-        return
-    if isinstance(args, PyAOArguments) and args.activation_offload:
-        flags = ", ".join(f"activation_offload_{name}" for name in args.given_pyao_settings())
-        raise ConfigError(
-            f"the training arguments have activation_offload{f' ({flags})' if flags else ''}, and "
-            "zeroth order saves no activations that could be offloaded. Give "
-            "activation_offload=False, or train with PyAOTrainer.",
-            key="settings-contradict",
-        )
+    given: dict[str, Any] = {name: getattr(args, name, None) for name in _REFUSED}
+    given["pyao_config"] = kwargs.get("pyao_config")
+    given["optimizers"] = kwargs.get("optimizers", (None,))[0]
+    given["n_gpu"] = args is not None and args.n_gpu > 1
     for name, reason in _REFUSED.items():
-        if getattr(args, name, None):
+        if given[name]:
             raise ConfigError(
-                f"{name}={getattr(args, name)!r} cannot be used with zeroth order: {reason}."
+                f"{name} is given, and cannot be used with zeroth order: {reason}.",
+                key="settings-contradict",
             )
-    if args.n_gpu > 1:
-        raise ConflictError(
-            f"this process sees {args.n_gpu} devices, and Trainer would wrap the model in "
-            "nn.DataParallel. Set CUDA_VISIBLE_DEVICES to one device, or start two processes.",
-            key="data-parallel",
-        )

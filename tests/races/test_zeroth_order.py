@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_pyao import ZerothOrder, ZerothOrderSettings
 from hf_pyao.engine.weights.device_block import DeviceBlock
+from hf_pyao.engine.zeroth_order import visits
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
@@ -106,7 +107,8 @@ def is_right(
     seed: int, expected: Bits, momentum: float = 0.0, transfer_dtype: str | None = None
 ) -> bool:
     transport = SimulatedTransport(seed, copy_streams=1 + seed % 2)
-    found = found_bits(transport, momentum, seed % 3, transfer_dtype)
+    num_resident = seed % 3 if transfer_dtype is None else 0
+    found = found_bits(transport, momentum, num_resident, transfer_dtype)
     same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return same and transport.violations == []
 
@@ -195,14 +197,12 @@ def _an_update_is_made_twice() -> Any:
 
 def _the_slot_keeps_the_perturbation() -> Any:
     """A pass perturbs the weights in the slot, and both passes read the sum."""
-    own = TrainedWeights.perturbed
+    own = visits.perturbed
 
-    def perturbed(
-        self: Any, weight: Any, data: torch.Tensor, *more: Any, **options: Any
-    ) -> torch.Tensor:
-        return data.copy_(own(self, weight, data, *more, **options))
+    def perturbed(data: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        return data.copy_(own(data, *more, **options))
 
-    return mock.patch.object(TrainedWeights, "perturbed", perturbed)
+    return mock.patch.object(visits, "perturbed", perturbed)
 
 
 MUTANTS: tuple[Callable[[], Any], ...] = (

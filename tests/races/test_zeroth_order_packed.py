@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
-from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
+from hf_pyao.engine.zeroth_order.trained import TrainedBlock
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import PyAOError
 from tests.helpers.simulation.transport import SimulatedRaceError

@@ -1,18 +1,16 @@
-"""What zeroth order refuses of its arguments and of a model, before anything is changed."""
+"""What zeroth order refuses of a model, before anything is changed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.weights.tables import StreamedTable
-from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
-from hf_pyao.engine.zeroth_order.visits import WeightVisits
-from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.errors import ConflictError
 from hf_pyao.ranks import process_rank
-from hf_pyao.settings.sizes import Count, Gibibytes
-from hf_pyao.text import echo
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -23,30 +21,6 @@ from hf_pyao.training_engines import (
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Of weights that can be perturbed."""
-
-
-def check_arguments(
-    model: object,
-    settings: object,
-    num_resident: int | None,
-    host_memory_gib: float | None,
-) -> None:
-    """Refuse arguments of ``ZerothOrder`` that are of another kind, or out of range.
-
-    Raises:
-        ConfigError: names the argument.
-    """
-    for what, given, kind in (
-        ("model", model, nn.Module),
-        ("settings", settings, ZerothOrderSettings),
-    ):
-        if not isinstance(given, kind):
-            raise ConfigError(
-                f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
-            )
-    if num_resident is not None:
-        Count("layers").check("num_resident", num_resident)
-    Gibibytes().check("host_memory_gib", host_memory_gib)
 
 
 def check_model(model: nn.Module) -> None:
@@ -63,61 +37,47 @@ def check_model(model: nn.Module) -> None:
             key="zeroth-order-ranks",
         )
     for path, module in model.named_modules():
-        where = path or type(model).__name__
-        _check_module(where, module, num_ranks)
-        if what := _moved_by(module):
-            raise _not_plain(where, what)
+        kind = type(module).__name__
+        for found, key in _conflicts(module, num_ranks):
+            raise ConflictError(f"zeroth order: {path or 'the model'!r} ({kind}) {found}.", key=key)
     for name, parameter in model.named_parameters():
+        found = ""
         if parameter.is_meta:
-            raise _not_plain(name, "is on the meta device: it has no bytes yet")
-        if parameter.requires_grad and parameter.dtype not in _DTYPES:
-            raise _not_plain(name, f"is trained and has {parameter.dtype}: no noise is added to it")
-        if engine := next((each for each in ENGINES if each.has(parameter)), None):
-            raise _not_plain(name, f"is divided among ranks, by {engine.name}")
+            found = "is on the meta device: it has no bytes yet"
+        elif parameter.requires_grad and parameter.dtype not in _DTYPES:
+            found = f"is trained and has {parameter.dtype}: no noise is added to it"
+        elif engine := next((each for each in ENGINES if each.has(parameter)), None):
+            found = f"is divided among ranks, by {engine.name}"
+        if found:
+            raise ConflictError(
+                f"zeroth order: {name!r} {found}. Load the plain model, and give that.",
+                key="zeroth-order-model",
+            )
 
 
-def _moved_by(module: nn.Module) -> str:
-    """Return who else moves, shards or compiles the weights of *module*; nothing: no one."""
+def _conflicts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """Yield what speaks against *module*, with what to do; and the key of that."""
+    plain = ". Load the plain model, and give that"
+    if any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values()):
+        found = "is attached to an offloader of activations, with policy 'auto' or another, and "
+        found += "zeroth order saves no activations. Call offloader.detach() first"
+        yield found, "zeroth-order-attached"
     if isinstance(module._parameters, StreamedTable):
-        is_ours = isinstance(module._parameters.source, WeightVisits)
-        other = "another ZerothOrder" if is_ours else "an offloader"
-        return f"has weights on the host already, by {other}"
+        found = "has weights on the host already, by an offloader or by another ZerothOrder"
+        yield f"{found}. Detach or close that first", "zeroth-order-model"
     unit_of = engine_of_module(module)
     if unit_of.shards is Sharded.WEIGHTS:
-        return f"is divided among ranks, by {unit_of.name}"
+        yield f"is divided among ranks, by {unit_of.name}{plain}", "zeroth-order-model"
     if is_compiled(module):
-        return "is compiled: compiled code reads weights by itself"
+        yield f"is compiled: compiled code reads weights by itself{plain}", "zeroth-order-model"
     if is_moved_by_accelerate(module):
-        return "has a device map: Accelerate moves its weights by itself"
-    return ""
-
-
-def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
-    if any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values()):
-        raise ConflictError(
-            f"{where!r} is attached to an offloader of activations, with policy 'auto' or another, "
-            "and zeroth order saves no activations. Call offloader.detach() first.",
-            key="zeroth-order-attached",
-        )
-    is_trained = any(each.requires_grad for each in module.parameters(recurse=False))
-    if isinstance(module, nn.RNNBase) and is_trained:
-        raise ConflictError(
-            f"{where!r} ({type(module).__name__}) keeps references to its weights, which would "
-            "be read without the perturbation. Freeze it.",
-            key="zeroth-order-reference",
-        )
+        found = "has a device map: Accelerate moves its weights by itself"
+        yield found + plain, "zeroth-order-model"
+    if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
+        found = "keeps references to its weights, which would be read without the perturbation"
+        yield f"{found}. Freeze it", "zeroth-order-reference"
     counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     if counts and num_ranks > 1:
-        raise ConflictError(
-            f"{where!r} ({type(module).__name__}) collects statistics in each pass, and the two "
-            "processes run different passes: their models would differ. Run one process, or give "
-            "track_running_stats=False.",
-            key="zeroth-order-ranks",
-        )
-
-
-def _not_plain(where: str, what: str) -> ConflictError:
-    return ConflictError(
-        f"zeroth order: {where!r} {what}. Load the plain model, and give that.",
-        key="zeroth-order-model",
-    )
+        found = "collects statistics in each pass, and the two processes run different passes: "
+        found += "their models would differ. Run one process, or give track_running_stats=False"
+        yield found, "zeroth-order-ranks"

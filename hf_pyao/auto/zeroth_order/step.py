@@ -5,26 +5,40 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.links import device_of
-from hf_pyao.auto.zeroth_order.checks import check_arguments, check_model
-from hf_pyao.auto.zeroth_order.visiting_weights import SIGNS, VisitingWeights
+from hf_pyao.auto.install.links import device_of, pool_for
+from hf_pyao.auto.install.weight_readers import Around, WeightReaders
+from hf_pyao.auto.zeroth_order.checks import check_model
+from hf_pyao.auto.zeroth_order.layer_blocks import blocks_of, reserve
+from hf_pyao.auto.zeroth_order.lock_step import LockStep
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.zeroth_order.perturbation import PastStep, ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConfigError, ConflictError, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
+from hf_pyao.model.weights.places import ComputeDevice, move_others
 from hf_pyao.ranks import process_rank
 from hf_pyao.settings.removed import refuse_removed
+from hf_pyao.settings.sizes import Count, Gibibytes
+from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
+
+SIGNS = (1, -1)
+"""Of the passes of a step; with two ranks, that of each rank."""
+_KEY = "_pyao_zeroth_order"
+_FILES = ("state_dict", "_load_from_state_dict")
+"""Methods by which others take a model's weights, or give it others."""
 
 
 class ZerothOrder:
@@ -76,43 +90,114 @@ class ZerothOrder:
         transport: Transport | None = None,
     ) -> None:
         self.settings = settings or ZerothOrderSettings()
-        check_arguments(model, self.settings, num_resident, host_memory_gib)
+        for what, given, kind in (
+            ("model", model, nn.Module),
+            ("settings", self.settings, ZerothOrderSettings),
+        ):
+            if not isinstance(given, kind):
+                raise ConfigError(
+                    f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
+                )
+        if num_resident is not None:
+            Count("layers").check("num_resident", num_resident)
+        Gibibytes().check("host_memory_gib", host_memory_gib)
         refuse_removed("ZerothOrder.stream_embeddings", "stream_embeddings", stream_embeddings)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
         check_model(root)
-        found = find_layers(root, layers)
-        parameters = [
-            (plain_path(name), each) for name, each in root.named_parameters() if each.requires_grad
-        ]
-        if not parameters:
+        found = find_layers(root, layers).layers
+        parameters = [(plain_path(name), p) for name, p in root.named_parameters()]
+        self._trained = TrainedWeights(
+            [(name, each) for name, each in parameters if each.requires_grad], self.settings
+        )
+        if not self._trained.weights:
             raise ConfigError(
                 "no parameter of the model requires gradients, so zeroth order has nothing to "
                 "train. Call model.requires_grad_(True), or add adapters.",
                 key="zeroth-order-untrained",
             )
-        self._trained = TrainedWeights(parameters, self.settings)
-        self._weights = VisitingWeights(
-            root,
-            found.layers,
-            self._trained,
-            self.device,
-            num_resident,
-            host_memory_gib,
-            transport,
-        )
+        transport = transport or transport_for(self.device)
+        self.store = pool_for(host_memory_gib, transport, self.device)
+        """Host memory of the blocks."""
+        self.blocks = blocks_of(root, found, num_resident, self._trained)
+        """What visits the device: the weights of each layer that is on the host."""
+        link = LinkContext(transport, self.store, None)
+        self.visits = WeightVisits(self.blocks, self._trained, link, self.device)
+        """Has the blocks on the device as modules read their weights."""
+        self._model = weakref.ref(root)
+        self._turns = LockStep(self.device, root.modules())
+        self._memory: list[torch.Tensor] = []
+        self._readers = WeightReaders(self.visits.streams, self.device)
+        self._compute_device = ComputeDevice(self.device)
         self._is_open = True
         self._losses: tuple[tuple[float, float], ...] = ()
         """By micro-batch of the step that runs, those of both passes."""
         self.num_skipped_steps = 0
         """Steps whose losses were not finite: they have changed nothing."""
         try:
-            self._weights.put_on()
+            self._put_on(root, {id(layer) for _, layer in found})
             self.head_loss = install_head_loss(root, head_loss, without_gradients=True)
             """What computes the loss in chunks, and says why where it does not."""
         except BaseException:
-            self._weights.take_off()
+            self._take_off()
             raise
+
+    def _put_on(self, model: nn.Module, layers: set[int]) -> None:
+        """Move layers to the host and the rest to the device, and have modules read them there."""
+        for block in self.blocks:
+            self._memory.append(reserve(self.store, block))
+            block.move_to(self._memory[-1])
+        for weight in self._trained.weights if self.settings.momentum else ():
+            if not self.visits.streams(weight.ref()):
+                state = torch.zeros(weight.num_elements, device=self.device)
+                self._trained.give_state(weight, state)
+        move_others(model, self.visits.streams, self.device)
+        self._readers.put_on(model, self._is_read, lambda _: self.visits)
+        self._compute_device.put_on(model)
+        for module in model.modules():
+            has_forward = type(module).forward is not nn.Module.forward
+            if id(module) in layers:
+                self._readers.exchange(module, _KEY, Around(self._layer))
+            elif has_forward and any(map(self._is_read, module.parameters())):
+                self._readers.exchange(module, _KEY, Around(self._forward))
+        for name in _FILES:
+            self._readers.exchange(model, f"{_KEY}_{name}", Around(self._flushed), name)
+
+    def _is_read(self, parameter: object) -> bool:
+        return self.visits.streams(parameter) or self._trained.of(parameter) is not None
+
+    def _forward(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a module; outside of a step (evaluation) it reads updated weights."""
+        if self.visits.sign is not None:
+            return own()
+        with torch.no_grad(), self.visits.in_use:
+            self.visits.begin_step()
+            with self.visits.reading(0):
+                return own()
+
+    def _layer(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a layer, and let the other pass run its own."""
+        result = self._forward(own)
+        if self.visits.sign is not None:
+            self.visits.end_layer()
+        if self.visits.sign:
+            self._turns.end_layer(SIGNS.index(self.visits.sign))
+        return result
+
+    def _flushed(self, own: Callable[[], Any]) -> Any:
+        self.visits.flush()
+        return own()
+
+    def _take_off(self) -> None:
+        """Undo :meth:`_put_on`, wholly or in part done."""
+        self._readers.take_off()
+        self._compute_device.take_off()
+        self.visits.stop()
+        for block in self.blocks:
+            block.masters.move_back()
+        for memory in self._memory:
+            self.store.return_reserved(memory)
+        self._memory = []
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -120,11 +205,6 @@ class ZerothOrder:
     def num_steps(self) -> int:
         """Steps that were made."""
         return self._trained.num_steps
-
-    @property
-    def blocks(self) -> list[TrainedBlock]:
-        """What visits the device: the weights of each layer that is on the host."""
-        return self._weights.blocks
 
     def accumulate(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> torch.Tensor:
         """Run both passes over a micro-batch; the step ends with :meth:`end_step`.
@@ -141,19 +221,14 @@ class ZerothOrder:
                 another one.
         """
         self._check_open()
-        if not any(each is self._weights.model for each in model.modules()):
+        if not any(each is self._model() for each in model.modules()):
             raise ConfigError(
                 f"model is a {type(model).__name__} that does not have the model of this "
                 "ZerothOrder: its weights would not be perturbed. Give the model that it was made "
                 "for, or what wraps it.",
                 key="wrong-argument",
             )
-        visits = self._weights.visits
-        if visits.sign is not None:
-            raise ConflictError(
-                "loss_fn has begun a step of zeroth order inside of one.", key="wrong-argument"
-            )
-        if not visits.in_use.acquire(blocking=False):
+        if not self.visits.in_use.acquire(blocking=False):
             raise ConflictError(
                 "a step of zeroth order runs on another thread. Make steps and other forwards one "
                 "after the other.",
@@ -162,8 +237,8 @@ class ZerothOrder:
         try:
             losses = self._passes(model, loss_fn)
         finally:
-            visits.in_use.release()
-            visits.end_pass()
+            self.visits.in_use.release()
+            self.visits.end_pass()
         self._losses = (*self._losses, losses)
         return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
 
@@ -172,16 +247,15 @@ class ZerothOrder:
         signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
         if own.num_ranks > 1:
             _share_generators(self.device)
-        visits = self._weights.visits
-        visits.begin_step()
+        self.visits.begin_step()
 
         def run(sign: int) -> torch.Tensor:
-            with visits.reading(sign):
+            with self.visits.reading(sign):
                 return _checked(loss_fn(model))
 
         passes = [functools.partial(run, sign) for sign in signs]
         with torch.no_grad():
-            found = [float(each) for each in self._weights.turns.run(passes)]
+            found = [float(each) for each in self._turns.run(passes)]
         if own.num_ranks > 1:
             losses: list[Any] = [None, None]
             torch.distributed.all_gather_object(losses, found[0])
@@ -205,11 +279,11 @@ class ZerothOrder:
                 key="wrong-argument",
             )
         plus, minus = (sum(each) / len(losses) for each in zip(*losses, strict=True))
-        gradient = (plus - minus) / (2.0 * self.settings.epsilon)
+        gradient: float = (plus - minus) / (2.0 * self.settings.epsilon)
         self._losses = ()
         if math.isfinite(gradient) and math.isfinite(learning_rate):
             past = PastStep(self.num_steps, learning_rate, gradient)
-            self._weights.visits.end_step(past)
+            self.visits.end_step(past)
         else:
             self.num_skipped_steps += 1
             warn(
@@ -222,7 +296,7 @@ class ZerothOrder:
                 minus,
                 learning_rate,
             )
-            self._weights.visits.end_step(None)
+            self.visits.end_step(None)
         return gradient
 
     def drop_step(self) -> None:
@@ -234,7 +308,7 @@ class ZerothOrder:
     def flush(self) -> None:
         """Have all weights updated by all steps, before they are saved or looked at."""
         self._check_open()
-        self._weights.visits.flush()
+        self.visits.flush()
 
     def close(self) -> None:
         """Update all weights, and give the model its plain weights back. Idempotent.
@@ -243,16 +317,12 @@ class ZerothOrder:
         """
         if not self._is_open:
             return
-        if self._weights.visits.sign is not None:
-            raise ConflictError(
-                "close() was called in a forward of the model. Call it after the step.",
-                key="wrong-argument",
-            )
+        self._check_open()
         try:
-            self._weights.visits.flush()
+            self.visits.flush()
         finally:
             self.head_loss.uninstall()
-            self._weights.take_off()
+            self._take_off()
             self._is_open = False  # last: an interrupted call can be made again
 
     def __enter__(self) -> ZerothOrder:
@@ -263,7 +333,7 @@ class ZerothOrder:
 
     def figures(self) -> dict[str, Any]:
         """Return what the copies came to: uploads, copies back, bytes, times in ms."""
-        return self._weights.visits.figures()
+        return self.visits.figures()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run goes on from, beside the weights. All weights are updated first."""
@@ -310,13 +380,14 @@ class ZerothOrder:
                 weight.state.copy_(state["momentum"].get(weight.name, torch.zeros(())))
         self._losses = ()
         self._trained.start_at(state["num_steps"])
-        self._weights.visits.forget_all()
+        self.visits.forget_all()
 
     def _check_open(self) -> None:
-        if not self._is_open:
-            raise ConflictError(
-                "this ZerothOrder was closed. Make another one for the model.", key="wrong-argument"
-            )
+        found = "was closed. Make another one for the model" if not self._is_open else ""
+        if self.visits.sign is not None:
+            found = "is in use by a forward of its model. Call it after the step"
+        if found:
+            raise ConflictError(f"this ZerothOrder {found}.", key="wrong-argument")
 
 
 def zeroth_order_step(

@@ -60,14 +60,6 @@ def unpack(memory: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.
     return _CODEC.decode(payload, GroupedSpec(size, dtype, _CODEC.group_size(size)))
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """Return *weight* as it would come to the device, as a new tensor."""
-    nbytes = packed_nbytes(weight.size(), weight.dtype)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=weight.device)
-    pack(weight, memory)
-    return unpack(memory, weight.size(), weight.dtype)
-
-
 def pack_noise(z: torch.Tensor, memory: torch.Tensor) -> None:
     """Write float32 noise (N,) to *memory*, uint8, (N,): multiples of 1/16, ties to even."""
     memory.view(torch.int8).copy_((z * _NOISE_LEVELS).round_())

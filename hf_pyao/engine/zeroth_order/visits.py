@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -44,10 +44,8 @@ from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.zeroth_order import int8_transfer
-from hf_pyao.engine.zeroth_order.perturbation import Draw, PastStep
-from hf_pyao.engine.zeroth_order.trained import TrainedWeight, TrainedWeights
-from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
+from hf_pyao.engine.zeroth_order.perturbation import Draw, PastStep, perturbed
+from hf_pyao.engine.zeroth_order.trained import TrainedBlock, TrainedWeight, TrainedWeights
 from hf_pyao.errors import ConflictError
 
 
@@ -79,7 +77,6 @@ class WeightVisits(RingSchedule):
         trained: all trained weights of the model.
         link: transport and host memory.
         device: where compute runs.
-        rounded: by ``id``, weights of layers that stay, which are read as if they had travelled.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class WeightVisits(RingSchedule):
         trained: TrainedWeights,
         link: LinkContext,
         device: torch.device,
-        rounded: Collection[int] = frozenset(),
     ) -> None:
         super().__init__(len(blocks), NUM_SLOTS)
         self.device = device
@@ -101,7 +97,6 @@ class WeightVisits(RingSchedule):
         """Bytes that they copied."""
         self.in_use = threading.RLock()
         """Held by the thread that runs a step, or another forward."""
-        self._rounded = rounded
         self._transport = link.transport
         self._times = LinkTimes()
         self._slot_nbytes = max((block.nbytes for block in blocks), default=0)
@@ -144,23 +139,21 @@ class WeightVisits(RingSchedule):
         if (given := here.given.get(id(parameter))) is not None:
             return given.tensor
         weight, trained = self._weight_of(parameter), self.trained.of(parameter)
-        is_perturbed = trained is not None and bool(here.sign)
-        draw = None
         with torch.no_grad():
-            if weight is None:
-                if trained is not None:
-                    self._update_in_place(trained)
-                data = parameter.detach()
-                if id(parameter) in self._rounded:
-                    data = int8_transfer.rounded(data)
-            else:
+            data = parameter.detach()
+            draw: Draw = self.trained.draw
+            if weight is not None:
                 block = self.blocks[weight.block]
                 slot = self._arrive(block)
                 data = block.read(weight, slot)
-                if is_perturbed and block.is_packed:
+                if block.is_packed and here.sign and trained is not None:
                     draw = block.drawn(weight, slot)
+            elif trained is not None:
+                self._update_in_place(trained)
+            is_perturbed = trained is not None and bool(here.sign)
             if trained is not None and here.sign:
-                data = self.trained.perturbed(trained, data, here.sign, draw)
+                scale = here.sign * self.trained.settings.epsilon
+                data = perturbed(data, trained.key, self.trained.num_steps, scale, draw=draw)
         if weight is not None:
             version = None if is_perturbed or data.is_inference() else data._version
             here.given[id(parameter)] = _Given(weight, data, version)

@@ -19,8 +19,7 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     ZerothOrderSettings,
     perturbed,
 )
-from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.trained_block import TrainedBlock
+from hf_pyao.engine.zeroth_order.trained import TrainedBlock, TrainedWeights
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers
@@ -33,6 +32,14 @@ from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of,
 
 GB = 10**9
 _NUM_SLOTS = 2
+_LABELS = {
+    "slot_bytes": "two slots of the largest block",
+    "resident_bytes": "weights outside of layers",
+    "pass_bytes": "a pass: perturbed weights, noise, activations, loss",
+    "waiting_bytes": "the other pass, which waits",
+    "peak_bytes": "together",
+    "host_bytes": "weights (and what goes with them) on the host",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,16 +205,13 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    if args.lora is not None:
-        raise ConfigError(
-            "--lora is given, and --zeroth-order estimates all weights: drop it.",
-            key="settings-contradict",
-        )
-    if args.output is not None or args.step is not None:
-        raise ConfigError(
-            "--output and --step have no effect with --zeroth-order: drop them.",
-            key="setting-without-effect",
-        )
+    for name in ("lora", "output", "step"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name} has no effect with --zeroth-order, which estimates all weights: drop "
+                "it.",
+                key="setting-without-effect",
+            )
     spec = parse_model(args.model)
     config = config_of(spec)
     length = args.sequence_length or DEFAULT_LENGTH
@@ -221,18 +225,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         asked |= {"head_loss": head_loss, "dtype": "float16"}
         say(json.dumps({**asked, **asdict(found), "peak_bytes": found.peak_bytes}))
         return 0
-    rows = (
-        ("two slots of the largest block", _NUM_SLOTS * found.slot_bytes),
-        ("weights outside of layers", found.resident_bytes),
-        ("a pass: perturbed weights, noise, activations, loss", found.pass_bytes),
-        ("the other pass, which waits", found.waiting_bytes),
-        ("together", found.peak_bytes),
-        ("weights (and what goes with them) on the host", found.host_bytes),
-    )
     given = "".join(f", {each}" for each in args.zeroth_order)
     size = f"{micro_batch} x {length} tokens"
     say(f"{spec.name}, zeroth order, float16{given}, {size}, GB (1e9 bytes)")
-    for name, nbytes in rows:
-        say(f"  {name:<52}{nbytes / GB:8.2f}")
+    for name, label in _LABELS.items():
+        factor = _NUM_SLOTS if name == "slot_bytes" else 1
+        say(f"  {label:<52}{factor * getattr(found, name) / GB:8.2f}")
     say("Not counted: what CUDA itself takes, and the allocator's rounding.")
     return 0

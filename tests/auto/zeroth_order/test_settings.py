@@ -54,7 +54,7 @@ def test_momentum_counts_against_the_host() -> None:
         ZerothOrder(model, ZerothOrderSettings(momentum=0.9), host_memory_gib=room)
     settings = ZerothOrderSettings(momentum=0.9)
     with ZerothOrder(model, settings, host_memory_gib=2.2 * weights / 2**30) as made:
-        store = made._weights.store
+        store = made.store
         assert store.capacity_bytes == pytest.approx(0.2 * weights, rel=0.1)
     assert store.capacity_bytes == pytest.approx(2.2 * weights, rel=0.01)
 

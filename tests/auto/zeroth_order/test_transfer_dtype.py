@@ -35,12 +35,6 @@ def test_bits_are_those_of_a_plain_run(architecture: str) -> None:
     check(model, 4, transfer_dtype="int8", resume_at=2, micro_batches=2, momentum=0.9)
 
 
-@pytest.mark.parametrize("num_resident", [1, 3])
-def test_layers_that_stay_are_read_as_if_they_had_travelled(num_resident: int) -> None:
-    model = tiny_model("llama", dropout=0.1)
-    check(model, 3, transfer_dtype="int8", num_resident=num_resident)
-
-
 def test_int8_takes_masters_of_16_bits() -> None:
     check(tiny_model("opt", dtype=torch.bfloat16), 3, transfer_dtype="int8", momentum=0.9)
 
@@ -139,11 +133,18 @@ def test_both_copies_have_a_quarter_of_the_bytes() -> None:
         assert whole / 4 <= packed <= 1.03 * whole / 4
 
 
+def rounded(matrix: torch.Tensor) -> torch.Tensor:
+    nbytes = int8_transfer.packed_nbytes(matrix.size(), matrix.dtype)
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    int8_transfer.pack(matrix, memory)
+    return int8_transfer.unpack(memory, matrix.size(), matrix.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_within_their_bounds(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     matrix = (torch.randn(64, 300) * torch.logspace(-6, 2, 64)[:, None]).to(dtype)
-    error = (int8_transfer.rounded(matrix).double() - matrix.double()).abs()
+    error = (rounded(matrix).double() - matrix.double()).abs()
     assert bool((error <= Int8Codec().error_bound(matrix)).all())
     largest = matrix.double().abs().amax(1, keepdim=True)
     if dtype == torch.float32:

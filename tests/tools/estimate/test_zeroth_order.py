@@ -40,7 +40,7 @@ def test_a_real_step_allocates_what_is_estimated() -> None:
             with NotingMode(ledger):
                 return model(**batch).loss  # type: ignore[no-any-return]
 
-        visits = made._weights.visits
+        visits = made.visits
         with torch.no_grad(), NotingMode(ledger), visits.reading(1):
             visits.begin_step()
             loss_of(model)
