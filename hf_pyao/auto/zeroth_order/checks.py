@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -37,47 +35,51 @@ def check_model(model: nn.Module) -> None:
             key="zeroth-order-ranks",
         )
     for path, module in model.named_modules():
-        kind = type(module).__name__
-        for found, key in _conflicts(module, num_ranks):
-            raise ConflictError(f"zeroth order: {path or 'the model'!r} ({kind}) {found}.", key=key)
+        _check_module(path or type(model).__name__, module, num_ranks)
     for name, parameter in model.named_parameters():
-        found = ""
         if parameter.is_meta:
-            found = "is on the meta device: it has no bytes yet"
-        elif parameter.requires_grad and parameter.dtype not in _DTYPES:
-            found = f"is trained and has {parameter.dtype}: no noise is added to it"
-        elif engine := next((each for each in ENGINES if each.has(parameter)), None):
-            found = f"is divided among ranks, by {engine.name}"
-        if found:
-            raise ConflictError(
-                f"zeroth order: {name!r} {found}. Load the plain model, and give that.",
-                key="zeroth-order-model",
-            )
+            raise _not_plain(name, "is on the meta device: it has no bytes yet")
+        if parameter.requires_grad and parameter.dtype not in _DTYPES:
+            raise _not_plain(name, f"is trained and has {parameter.dtype}: no noise is added to it")
+        if engine := next((each for each in ENGINES if each.has(parameter)), None):
+            raise _not_plain(name, f"is divided among ranks, by {engine.name}")
 
 
-def _conflicts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield what speaks against *module*, with what to do; and the key of that."""
-    plain = ". Load the plain model, and give that"
+def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
     if any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values()):
-        found = "is attached to an offloader of activations, with policy 'auto' or another, and "
-        found += "zeroth order saves no activations. Call offloader.detach() first"
-        yield found, "zeroth-order-attached"
+        raise ConflictError(
+            f"{where!r} is attached to an offloader of activations, with policy 'auto' or another, "
+            "and zeroth order saves no activations. Call offloader.detach() first.",
+            key="zeroth-order-attached",
+        )
     if isinstance(module._parameters, StreamedTable):
-        found = "has weights on the host already, by an offloader or by another ZerothOrder"
-        yield f"{found}. Detach or close that first", "zeroth-order-model"
+        raise _not_plain(where, "has weights on the host, by an offloader or another ZerothOrder")
     unit_of = engine_of_module(module)
     if unit_of.shards is Sharded.WEIGHTS:
-        yield f"is divided among ranks, by {unit_of.name}{plain}", "zeroth-order-model"
+        raise _not_plain(where, f"is divided among ranks, by {unit_of.name}")
     if is_compiled(module):
-        yield f"is compiled: compiled code reads weights by itself{plain}", "zeroth-order-model"
+        raise _not_plain(where, "is compiled: compiled code reads weights by itself")
     if is_moved_by_accelerate(module):
-        found = "has a device map: Accelerate moves its weights by itself"
-        yield found + plain, "zeroth-order-model"
+        raise _not_plain(where, "has a device map: Accelerate moves its weights by itself")
+    kind = type(module).__name__
     if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
-        found = "keeps references to its weights, which would be read without the perturbation"
-        yield f"{found}. Freeze it", "zeroth-order-reference"
+        raise ConflictError(
+            f"{where!r} ({kind}) keeps references to its weights, which would be read without the "
+            "perturbation. Freeze it.",
+            key="zeroth-order-reference",
+        )
     counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     if counts and num_ranks > 1:
-        found = "collects statistics in each pass, and the two processes run different passes: "
-        found += "their models would differ. Run one process, or give track_running_stats=False"
-        yield found, "zeroth-order-ranks"
+        raise ConflictError(
+            f"{where!r} ({kind}) collects statistics in each pass, and the two processes run "
+            "different passes: their models would differ. Run one process, or give "
+            "track_running_stats=False.",
+            key="zeroth-order-ranks",
+        )
+
+
+def _not_plain(where: str, what: str) -> ConflictError:
+    return ConflictError(
+        f"zeroth order: {where!r} {what}. Load the plain model, and give that.",
+        key="zeroth-order-model",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import weakref
@@ -16,11 +15,11 @@ from hf_pyao.auto.install.links import device_of, pool_for
 from hf_pyao.auto.install.weight_readers import Around, WeightReaders
 from hf_pyao.auto.zeroth_order.checks import check_model
 from hf_pyao.auto.zeroth_order.layer_blocks import blocks_of, reserve
-from hf_pyao.auto.zeroth_order.lock_step import LockStep
+from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.zeroth_order.perturbation import PastStep, ZerothOrderSettings
+from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConfigError, ConflictError, warn
@@ -34,7 +33,7 @@ from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
 
-SIGNS = (1, -1)
+_SIGNS = (1, -1)
 """Of the passes of a step; with two ranks, that of each rank."""
 _KEY = "_pyao_zeroth_order"
 _FILES = ("state_dict", "_load_from_state_dict")
@@ -125,12 +124,11 @@ class ZerothOrder:
         self.visits = WeightVisits(self.blocks, self._trained, link, self.device)
         """Has the blocks on the device as modules read their weights."""
         self._model = weakref.ref(root)
-        self._turns = LockStep(self.device, root.modules())
         self._memory: list[torch.Tensor] = []
         self._readers = WeightReaders(self.visits.streams, self.device)
         self._compute_device = ComputeDevice(self.device)
         self._is_open = True
-        self._losses: tuple[tuple[float, float], ...] = ()
+        self._losses: tuple[list[float], ...] = ()
         """By micro-batch of the step that runs, those of both passes."""
         self.num_skipped_steps = 0
         """Steps whose losses were not finite: they have changed nothing."""
@@ -171,17 +169,15 @@ class ZerothOrder:
         if self.visits.sign is not None:
             return own()
         with torch.no_grad(), self.visits.in_use:
-            self.visits.begin_step()
+            self.visits.begin_forward()
             with self.visits.reading(0):
                 return own()
 
     def _layer(self, own: Callable[[], Any]) -> Any:
-        """Run the forward of a layer, and let the other pass run its own."""
+        """Run the forward of a layer, and let go of its weights."""
         result = self._forward(own)
         if self.visits.sign is not None:
             self.visits.end_layer()
-        if self.visits.sign:
-            self._turns.end_layer(SIGNS.index(self.visits.sign))
         return result
 
     def _flushed(self, own: Callable[[], Any]) -> Any:
@@ -242,25 +238,28 @@ class ZerothOrder:
         self._losses = (*self._losses, losses)
         return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
 
-    def _passes(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> tuple[float, float]:
+    def _passes(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> list[float]:
+        """Run the passes one after the other, all with the same random numbers; see the page.
+
+        The generators are left where the first pass leaves them.
+        """
         own = process_rank()
-        signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
         if own.num_ranks > 1:
             _share_generators(self.device)
-        self.visits.begin_step()
-
-        def run(sign: int) -> torch.Tensor:
-            with self.visits.reading(sign):
-                return _checked(loss_fn(model))
-
-        passes = [functools.partial(run, sign) for sign in signs]
-        with torch.no_grad():
-            found = [float(each) for each in self._turns.run(passes)]
+        start = end = RandomState([self.device])
+        found: list[torch.Tensor] = []
+        for sign in _SIGNS if own.num_ranks == 1 else (_SIGNS[own.rank],):
+            start.restore()
+            self.visits.begin_forward()
+            with torch.no_grad(), self.visits.reading(sign):
+                found.append(_checked(loss_fn(model)))
+            end = end if len(found) > 1 else start.now()
+        end.restore()
+        losses: list[Any] = [float(each) for each in found]
         if own.num_ranks > 1:
-            losses: list[Any] = [None, None]
-            torch.distributed.all_gather_object(losses, found[0])
-            found = losses
-        return found[0], found[1]
+            losses *= own.num_ranks
+            torch.distributed.all_gather_object(losses, losses[0])
+        return losses
 
     def end_step(self, learning_rate: float) -> float:
         """End a step: every weight is updated by it when it is read next.
@@ -281,22 +280,18 @@ class ZerothOrder:
         plus, minus = (sum(each) / len(losses) for each in zip(*losses, strict=True))
         gradient: float = (plus - minus) / (2.0 * self.settings.epsilon)
         self._losses = ()
-        if math.isfinite(gradient) and math.isfinite(learning_rate):
-            past = PastStep(self.num_steps, learning_rate, gradient)
-            self.visits.end_step(past)
-        else:
+        is_finite = math.isfinite(gradient) and math.isfinite(learning_rate)
+        if not is_finite:
             self.num_skipped_steps += 1
+            what = f"losses {plus!r} and {minus!r}, and the learning rate {learning_rate!r}"
             warn(
                 logger,
                 "zeroth-order-loss",
-                "step %d of zeroth order has the losses %r and %r, and the learning rate %r: the "
-                "weights stay as they are.",
+                "step %d of zeroth order has the %s: the weights stay as they are.",
                 self.num_steps,
-                plus,
-                minus,
-                learning_rate,
+                what,
             )
-            self.visits.end_step(None)
+        self.visits.end_step(learning_rate, gradient if is_finite else None)
         return gradient
 
     def drop_step(self) -> None:
@@ -354,7 +349,7 @@ class ZerothOrder:
         """Go on from *state*; the model has the weights of that moment.
 
         Raises:
-            ConfigError: what the noise depends on differs, or momenta do not fit the weights.
+            ConfigError: what the noise depends on differs.
         """
         self.flush()
         for name in ("zo2_order", "transfer_dtype"):  # of a run of an earlier version
@@ -365,14 +360,6 @@ class ZerothOrder:
                 raise ConfigError(
                     f"{name} is {own!r}; the run that is resumed has {found!r}. Give the same: the "
                     "noise depends on it.",
-                    key="zeroth-order-resume",
-                )
-        for weight in self._trained.weights:
-            found = state["momentum"].get(weight.name)
-            if found is not None and found.numel() != weight.num_elements:
-                raise ConfigError(
-                    f"the momentum of {weight.name!r} has {found.numel()} elements; the weight has "
-                    f"{weight.num_elements}. Resume with the same model.",
                     key="zeroth-order-resume",
                 )
         for weight in self._trained.weights:

@@ -3,15 +3,15 @@
 [Note: Fewer bytes]
 A trained weight stays on the host in its own dtype, the master. Its matrices (two dimensions or
 more) go to the device in int8, with one float32 scale for a row; vectors go as they are. Passes,
-and all other forwards, compute with what the device gets. So int8 is an error of the forward, the
-same in both passes, and not one of the master: it does not add up over steps. An element is off by
-1/254 of the largest magnitude in its row at most (0.4 % of it). Rows of more than 16,384 elements
-have a scale for each piece of that length.
+and all other forwards, compute with what the device gets; layers that stay there do not travel. So
+int8 is an error of the forward, the same in both passes, and not one of the master: it does not add
+up over steps. An element is off by 1/254 of the largest magnitude in its row at most (0.4 % of it).
+Rows of more than 16,384 elements have a scale for each piece of that length.
 
 Noise is rounded to multiples of 1/16, for the perturbation and for the update alike: the update
-goes along the direction that was tried, bit for bit. On the device the noise of a block is drawn
-once a step and goes back to the host in int8, in place of the weights. The host makes the update of
-the master of it, before the block's next upload.
+goes along the direction that was tried, bit for bit. Once a step the noise of a block is drawn on
+the device to go back to the host in int8, in place of the weights. The host makes the update of the
+master of it, before the block's next upload.
 
 Source: ZO2 (arXiv 2503.12668), section 5.5, compresses the weights themselves for both copies, so
 that they lose what int8 cannot hold in each step. Here the masters keep it.

@@ -28,12 +28,12 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     PastStep,
     ZerothOrderSettings,
     chunks,
+    perturbed,
     update,
 )
 
 _STATE_BYTES = 4
 """Of an element of momentum."""
-_NOTHING = -1
 
 
 class TrainedWeight:
@@ -131,6 +131,11 @@ class TrainedWeights:
         momentum = self.settings.momentum
         update(data, weight.key, last, momentum=momentum, state=state, draw=draw or self.draw)
 
+    def perturbed(self, weight: TrainedWeight, data: torch.Tensor, sign: int) -> torch.Tensor:
+        """Return *data*, bits of *weight* on the device, perturbed for the pass of *sign*."""
+        scale = sign * self.settings.epsilon
+        return perturbed(data, weight.key, self.num_steps, scale, draw=self.draw)
+
     def note_updated(self, weight: TrainedWeight) -> None:
         """Note that *weight* is not behind any more."""
         weight.num_applied = self.num_steps
@@ -155,9 +160,8 @@ class TrainedBlock(Block):
         found = [(weight, trained.of(weight.ref())) for weight in self.weights]
         self.trained = [(weight, known) for weight, known in found if known is not None]
         self.is_packed = trained.settings.transfer_dtype is not None
-        self.holds: int | None = _NOTHING
-        """What the memory has that crosses the link: None: the weights in int8; else the step whose
-        noise it has, and the slot too."""
+        self.noise_step: int | None = None
+        """The step whose noise is on the host, or on its way there; None: there is none."""
         self._states: dict[Weight, int] = {}
         """By trained weight, the first byte of its momentum, on the host and in a slot."""
         end = aligned(masters.nbytes)
@@ -174,8 +178,8 @@ class TrainedBlock(Block):
                 self._packed_nbytes += aligned(
                     int8_transfer.packed_nbytes(weight.size, weight.dtype)
                 )
-            self.host_nbytes += self._packed_nbytes
             self.nbytes = self._packed_nbytes * (1 + bool(self.trained))
+            self.host_nbytes += self.nbytes
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def move_to(self, memory: torch.Tensor) -> None:
@@ -192,25 +196,22 @@ class TrainedBlock(Block):
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what an upload copies: first byte in the slot, and uint8 bytes on the host."""
-        first = self._packed_from if self.is_packed else 0
-        end = self.host_nbytes if self.is_packed else self.nbytes
-        yield 0, self._host[first:end]
+        if self.is_packed:
+            yield 0, self._host[self._packed_from :][: self._packed_nbytes]
+        else:
+            yield 0, self._host
 
     def pieces_back(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what goes back: first byte in the slot, and bytes on the host."""
-        if len(self.trained) == len(self.weights):  # all of it, or all noise: it lies together
-            start = self._packed_nbytes
-            first = self._packed_from if self.is_packed else 0
-            yield start, self._host[first:][: self.nbytes - start]
-            return
-        for weight, known in self.trained:
-            if self.is_packed:
-                first, nbytes = self._packed[weight], known.num_elements
-                yield self._packed_nbytes + first, self._host[self._packed_from + first :][:nbytes]
-                continue
-            yield weight.offset, self._host[weight.offset :][: weight.nbytes]
-            if (state := self.state(weight)) is not None:
-                yield self._states[weight], state.view(torch.uint8)
+        if self.is_packed:
+            yield self._packed_nbytes, self._host[self._packed_from + self._packed_nbytes :]
+        elif len(self.trained) == len(self.weights):
+            yield 0, self._host
+        else:
+            for weight, _ in self.trained:
+                yield weight.offset, self._host[weight.offset :][: weight.nbytes]
+                if (state := self.state(weight)) is not None:
+                    yield self._states[weight], state.view(torch.uint8)
 
     def state(self, weight: Weight, slot: DeviceBlock | None = None) -> torch.Tensor | None:
         """Return the momentum of a trained weight, on the host or in *slot*; None without."""
@@ -231,55 +232,41 @@ class TrainedBlock(Block):
     # ---- with a transfer_dtype -----------------------------------------------------------------
 
     def pack(self, *, also_frozen: bool) -> None:
-        """Write the weights to what crosses the link; noise there is lost. No copy may use it.
-
-        Args:
-            also_frozen: those, which noise does not overwrite, too.
-        """
-        also_frozen |= self.holds == _NOTHING
-        self.holds = _NOTHING
-        chosen = self.weights if also_frozen else [weight for weight, _ in self.trained]
-        for weight in chosen:
+        """Write the weights to what crosses the link: those that are trained, or all."""
+        for weight in self.weights if also_frozen else [each for each, _ in self.trained]:
             if (parameter := weight.ref()) is not None:
                 memory = self._host[self._packed_from + self._packed[weight] :]
                 int8_transfer.pack(parameter.detach(), memory)
-        self.holds = None
 
     def draw_noise(self, slot: DeviceBlock) -> None:
         """Draw the noise of the step that runs into *slot*; call :meth:`note_noise` behind that."""
-        self.holds = _NOTHING
+        self.noise_step = None
+        step, memory = self._all_trained.num_steps, _bytes_of(slot)
         for weight, known in self.trained:
-            codes = self._noise(weight, slot)
+            codes = memory[self._packed_nbytes + self._packed[weight] :]
             for first, end in chunks(known.num_elements):
-                z = self._all_trained.draw(
-                    known.key, self._all_trained.num_steps, first, end, slot.device
-                )
+                z = self._all_trained.draw(known.key, step, first, end, slot.device)
                 int8_transfer.pack_noise(z, codes[first:end])
 
     def note_noise(self) -> None:
-        """Note that the noise of the step that runs is in a slot, and on its way to the host."""
-        self.holds = self._all_trained.num_steps
+        """Note that the noise of the step that runs is on its way to the host."""
+        self.noise_step = self._all_trained.num_steps
 
-    def drawn(self, weight: Weight, slot: DeviceBlock | None = None) -> Draw:
-        """Return what gives the noise of a trained weight, as it is in *slot* or on the host.
+    def drawn(self, weight: Weight) -> Draw:
+        """Return what gives the noise of a trained weight as it has come to the host.
 
         That of another step is drawn: it has the same bits.
         """
-        codes = self._noise(weight, slot)
+        codes = self._host[self._packed_from + self._packed_nbytes + self._packed[weight] :]
 
         def draw(
             key: NoiseKey, step: int, first: int, end: int, device: torch.device
         ) -> torch.Tensor:
-            if step != self.holds:
+            if step != self.noise_step:
                 return self._all_trained.draw(key, step, first, end, device)
             return int8_transfer.unpack_noise(codes[first:end])
 
         return draw
-
-    def _noise(self, weight: Weight, slot: DeviceBlock | None) -> torch.Tensor:
-        memory = self._host if slot is None else _bytes_of(slot)
-        first = self._packed_from if slot is None else self._packed_nbytes
-        return memory[first + self._packed[weight] :][: weight.size.numel()]
 
 
 def _bytes_of(slot: DeviceBlock) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 [Note: Visits]
 - A block is uploaded ahead of its layer (``transfer/ring_schedule.py``). As the layer begins, its
-  trained weights are updated in the slot by the steps that they have not seen, and the copy back to
-  the host is queued at once: both passes only read, so that copy runs beside them.
+  trained weights are updated in the slot by the last step, and the copy back to the host is queued
+  at once: passes only read, so that copy runs beside the first one.
 - What a module reads is a new tensor: the weight in the slot plus or minus epsilon times the noise.
   The slot keeps the pristine bits.
 - An upload into the slot waits for the copy back from it, and an upload of the block waits for the
@@ -18,13 +18,12 @@
 [Note: Packed visits]
 - The masters of a packed block (see [Note: Fewer bytes]) are updated on the host before its upload.
   So a block that was uploaded before the end of a step is not what the next step reads: nothing is
-  uploaded across that end.
-- As a layer begins in a step, the noise of its block is drawn into the slot, once for both passes,
-  and goes back to the host. The masters' update reads it there.
-- The host writes packed weights to the memory that the last upload has read and the last copy back
-  has written. So it waits for both; they are a whole forward old.
-- Noise that is not there (a layer that was left out, a block that was uploaded again) is drawn on
-  the host: it has the same bits.
+  uploaded across the end of a forward, which may be that of a step.
+- As the first pass of a step begins a layer, the noise of its block is drawn into the slot and goes
+  back to the host. The masters' update reads it there.
+- The host writes packed weights to the memory that the last upload has read, and reads the noise
+  that the last copy back has written. So it waits for both; they are a whole forward old.
+- Noise that is not there (a layer that was left out) is drawn on the host: it has the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,18 +43,9 @@ from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.zeroth_order.perturbation import Draw, PastStep, perturbed
+from hf_pyao.engine.zeroth_order.perturbation import Draw, PastStep
 from hf_pyao.engine.zeroth_order.trained import TrainedBlock, TrainedWeight, TrainedWeights
 from hf_pyao.errors import ConflictError
-
-
-class _Given(NamedTuple):
-    """What a layer call has read of a weight."""
-
-    weight: Weight
-    tensor: torch.Tensor
-    version: int | None
-    """Its version then, if the tensor is the weight itself; None: it is perturbed."""
 
 
 class _Pass(threading.local):
@@ -65,8 +55,9 @@ class _Pass(threading.local):
     """1 and -1 in a pass of a step, 0 in another forward; None outside of a forward."""
 
     def __init__(self) -> None:
-        self.given: dict[int, _Given] = {}
-        """What this layer call has read, by the parameter's id."""
+        self.given: dict[int, tuple[Weight, torch.Tensor, int | None]] = {}
+        """By the parameter's id, what this layer call has read, and its version then, if that is
+        the weight itself; None: it is perturbed."""
 
 
 class WeightVisits(RingSchedule):
@@ -123,7 +114,7 @@ class WeightVisits(RingSchedule):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether *tensor* is one that a pass has read: no parameter of the model."""
-        if any(tensor is each.tensor for each in self._pass.given.values()):
+        if any(tensor is each for _, each, _ in self._pass.given.values()):
             return True
         return any(tensor.untyped_storage()._cdata == slot.key for slot in self._slots)
 
@@ -137,26 +128,21 @@ class WeightVisits(RingSchedule):
         if here.sign is None or parameter is None:
             return parameter
         if (given := here.given.get(id(parameter))) is not None:
-            return given.tensor
+            return given[1]
         weight, trained = self._weight_of(parameter), self.trained.of(parameter)
         with torch.no_grad():
-            data = parameter.detach()
-            draw: Draw = self.trained.draw
             if weight is not None:
                 block = self.blocks[weight.block]
-                slot = self._arrive(block)
-                data = block.read(weight, slot)
-                if block.is_packed and here.sign and trained is not None:
-                    draw = block.drawn(weight, slot)
-            elif trained is not None:
-                self._update_in_place(trained)
-            is_perturbed = trained is not None and bool(here.sign)
+                data = block.read(weight, self._arrive(block))
+            else:
+                if trained is not None:
+                    self._update_in_place(trained)
+                data = parameter.detach()
+            version = None if data.is_inference() else data._version
             if trained is not None and here.sign:
-                scale = here.sign * self.trained.settings.epsilon
-                data = perturbed(data, trained.key, self.trained.num_steps, scale, draw=draw)
+                data, version = self.trained.perturbed(trained, data, here.sign), None
         if weight is not None:
-            version = None if is_perturbed or data.is_inference() else data._version
-            here.given[id(parameter)] = _Given(weight, data, version)
+            here.given[id(parameter)] = weight, data, version
         return data
 
     @contextmanager
@@ -203,8 +189,8 @@ class WeightVisits(RingSchedule):
 
     # ---- visits --------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Begin a forward, or both forwards of a step."""
+    def begin_forward(self) -> None:
+        """Begin a forward of the model."""
         with torch.no_grad():
             for block in self.blocks:
                 for weight, _ in block.strays():  # given other data (`parameter.data = ...`)
@@ -217,11 +203,18 @@ class WeightVisits(RingSchedule):
             self.current = None
             self.ahead()
 
-    def end_step(self, past: PastStep | None) -> None:
-        """End a step: weights are updated by it as they are read. None: they stay as they are."""
-        if past is not None:
-            self._catch_up()
-        self.trained.end_step(past)
+    def end_step(self, learning_rate: float, gradient: float | None) -> None:
+        """End a step: weights are updated by it as they are read.
+
+        Args:
+            learning_rate: of the step.
+            gradient: projected on the noise; None: the weights stay as they are.
+        """
+        if gradient is None:
+            self.trained.end_step(None)
+            return
+        self._catch_up()
+        self.trained.end_step(PastStep(self.trained.num_steps, learning_rate, gradient))
 
     def _is_behind(self, block: TrainedBlock) -> bool:
         return any(self.trained.is_behind(each) for _, each in block.trained)
@@ -241,7 +234,8 @@ class WeightVisits(RingSchedule):
             slot.await_fill()
         is_due = self._is_behind(block)
         if block.is_packed:
-            is_due = bool(self.sign and block.trained) and block.holds != self.trained.num_steps
+            is_due = bool(self.sign and block.trained)
+            is_due &= block.noise_step != self.trained.num_steps
         if is_new or is_due:
             self.ahead()  # before the update: the next upload need not wait for it
         if is_due:
@@ -318,7 +312,7 @@ class WeightVisits(RingSchedule):
     def _pack(self, block: TrainedBlock) -> None:
         """Have the weights in what crosses the link, updated."""
         has_changed = block.has_changed()
-        if has_changed or block.holds is not None or self._is_behind(block):
+        if has_changed or self._is_behind(block):
             self._wait_for_memory(block.index)
             for weight, trained in block.trained:
                 self._update_in_place(trained, block.drawn(weight))

@@ -36,7 +36,6 @@ _LABELS = {
     "slot_bytes": "two slots of the largest block",
     "resident_bytes": "weights outside of layers",
     "pass_bytes": "a pass: perturbed weights, noise, activations, loss",
-    "waiting_bytes": "the other pass, which waits",
     "peak_bytes": "together",
     "host_bytes": "weights (and what goes with them) on the host",
 }
@@ -52,16 +51,13 @@ class ZerothOrderMemory:
     """Weights and buffers outside of layers: embeddings, head, norms."""
     pass_bytes: int
     """Most that one pass allocates: perturbed weights, noise, activations, logits and loss."""
-    waiting_bytes: int
-    """What the other pass holds meanwhile, between two layers."""
     host_bytes: int
     """Weights on the host."""
 
     @property
     def peak_bytes(self) -> int:
         """All of it; the allocator's rounding and CUDA's own memory come on top."""
-        parts = self.resident_bytes + self.pass_bytes + self.waiting_bytes
-        return _NUM_SLOTS * self.slot_bytes + parts
+        return _NUM_SLOTS * self.slot_bytes + self.resident_bytes + self.pass_bytes
 
 
 class _FakeReads:
@@ -83,8 +79,6 @@ class _FakeReads:
         self._settings = settings
         self._noise_bytes = _noise_bytes()
         self._given: dict[int, torch.Tensor] = {}
-        self.waiting_bytes = 0
-        """Most that was alive as a layer call ended."""
 
     def streams(self, parameter: object) -> bool:
         """Say whether *parameter* is a layer's."""
@@ -112,7 +106,6 @@ class _FakeReads:
     def end_layer(self, *_: object) -> None:
         """Let go of what a layer has read."""
         self._given.clear()
-        self.waiting_bytes = max(self.waiting_bytes, self._ledger.live_bytes)
 
 
 def _noise_bytes() -> int:
@@ -170,7 +163,6 @@ def zeroth_order_memory(
         slot_bytes=max(block.nbytes for block in blocks),
         resident_bytes=resident_bytes + state_bytes,
         pass_bytes=ledger.peak_bytes - resident_bytes,
-        waiting_bytes=reads.waiting_bytes - resident_bytes,
         host_bytes=sum(block.host_nbytes for block in blocks),
     )
 

@@ -15,6 +15,7 @@ from hf_pyao.engine.codecs.int8 import Int8Codec
 from hf_pyao.engine.transfer.transport import BlockingTransport, LinkTimes
 from hf_pyao.engine.zeroth_order import int8_transfer
 from hf_pyao.errors import ConfigError
+from tests.auto.zeroth_order.test_oddities import LossesOf, Net, Residual, one_random_layer
 from tests.auto.zeroth_order.test_step import EPSILON, RATE, check
 from tests.helpers import tiny_batch, tiny_model
 from tests.helpers.plain_mezo import PlainPackedMeZO
@@ -49,6 +50,23 @@ def test_frozen_matrices_travel_in_the_format_too() -> None:
         for _ in range(8):
             p.data = plain.read(name, p.detach())
     check(model, 3, transfer_dtype="int8")
+
+
+def test_the_noise_of_a_layer_that_was_left_out_is_drawn_on_the_host() -> None:
+    torch.manual_seed(2)
+    model = Net(Residual)
+    plain_model = copy.deepcopy(model)
+    plain, losses = PlainPackedMeZO(plain_model, EPSILON, seed=5), LossesOf(one_random_layer)
+    torch.manual_seed(3)
+    expected = [plain.step(losses, RATE) for _ in range(5)]
+    torch.manual_seed(3)
+    settings = ZerothOrderSettings(epsilon=EPSILON, seed=5, transfer_dtype="int8")
+    with ZerothOrder(model, settings, layers=("layers.*",)) as made:
+        for gradient in expected:
+            made.accumulate(model, one_random_layer)
+            assert made.end_step(RATE) == gradient
+    for (key, p), q in zip(plain_model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), key
 
 
 @dataclass(eq=False)
@@ -125,7 +143,7 @@ def test_both_copies_have_a_quarter_of_the_bytes() -> None:
             made.accumulate(model, lambda model: model(**batch).loss)
             after = made.figures()
             made.end_step(RATE)
-            assert after["num_uploads"] - before["num_uploads"] == 6
+            assert after["num_uploads"] - before["num_uploads"] == 2 * 6
             names = ("uploaded_bytes", "offloaded_bytes")
             return tuple(after[name] - before[name] for name in names)  # type: ignore[return-value]
 
