@@ -29,7 +29,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -365,9 +364,7 @@ class WeightVisits(RingSchedule):
         """Let the host wait until no copy reads or writes the memory of a block."""
         tickets = [*self._copies_back.pop(block, ()), *self._uploads.pop(block, ())]
         for ticket in tickets:
-            self._transport.retire(ticket)
-            while not self._transport.is_done(ticket):
-                time.sleep(1e-4)
+            self._transport.await_on_host(ticket)
 
     def forget_all(self) -> None:
         """Upload every block again: the weights on the host may have changed."""

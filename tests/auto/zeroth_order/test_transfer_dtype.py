@@ -118,6 +118,9 @@ class LateTransport(BlockingTransport):
     def retire(self, ticket: Any) -> None:
         ticket.run()
 
+    def await_on_host(self, ticket: Any) -> None:
+        ticket.run()
+
     def is_done(self, ticket: Any) -> bool:
         return bool(ticket.is_done)
 
