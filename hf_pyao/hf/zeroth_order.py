@@ -11,10 +11,27 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_pyao.auto.zeroth_order.step import ZerothOrder, without_cache
+from hf_pyao.auto.zeroth_order.step import ZerothOrder
 from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
-from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.hf.arguments import PyAOArguments
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.map.module_map import unwrap_model
+
+_OPTIONS = ("num_resident", "host_memory_gib", "stream_embeddings", "head_loss")
+"""Arguments of ``ZerothOrder`` that the Trainer takes."""
+_REFUSED = {
+    "pyao_config": "it saves no activations, which a policy or 'auto' could move; leave it out",
+    "activation_offload": "it saves no activations; give False, or train with PyAOTrainer",
+    "optimizers": "it has no gradients for one; give zeroth_order=, and a scheduler beside None",
+    "fp16": "its gradient scaler needs gradients; load the model in float16, or give bf16",
+    "weight_decay": "it has no weight decay; give 0",
+    "deepspeed": "DeepSpeed moves and shards the weights itself",
+    "fsdp": "FSDP shards the weights",
+    "torch_compile": "compiled code reads weights by itself",
+    "auto_find_batch_size": "it starts training again, after steps that were made",
+    "n_gpu": "Trainer would wrap the model in nn.DataParallel; set CUDA_VISIBLE_DEVICES to one "
+    "device, or start two processes",
+}
+"""Arguments that zeroth order cannot have, each with the reason."""
 
 
 class ZerothOrderOptimizer(torch.optim.Optimizer):
@@ -72,53 +89,42 @@ class PyAOZerothOrderTrainer(Trainer):
         zeroth_order: epsilon, momentum and seed; None: the defaults, with ``args.seed``.
         num_resident: layers that stay on the device; None: all.
         host_memory_gib: most memory of the host, in GiB; None: this process's share.
-        stream_embeddings: ``"on"``: embeddings and head visit the device by rows, too.
         head_loss: ``"chunked"`` or ``"auto"``: both passes compute the loss without all logits.
 
     Raises:
         ConfigError: settings for activations are given, which zeroth order does not save; or
-            settings of training that need gradients.
-        ConflictError: something else shards or compiles the model.
+            settings of training that need gradients, or shard or compile the model.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        zeroth_order: ZerothOrderSettings | None = None,
-        num_resident: int | None = 0,
-        host_memory_gib: float | None = None,
-        stream_embeddings: str = "off",
-        head_loss: str = "off",
-        **kwargs: Any,
+        self, *args: Any, zeroth_order: ZerothOrderSettings | None = None, **kwargs: Any
     ) -> None:
         given = [*args, kwargs.get("args")]
         training_args = next((each for each in given if isinstance(each, TrainingArguments)), None)
         _refuse(training_args, kwargs)
-        seed = training_args.seed if training_args is not None else 42
-        self._settings = zeroth_order or ZerothOrderSettings(seed=seed)
-        self._options: dict[str, Any] = {
-            "num_resident": num_resident,
-            "host_memory_gib": host_memory_gib,
-            "stream_embeddings": stream_embeddings,
-            "head_loss": head_loss,
-        }
-        self._takes_same_batches = False
+        self._options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        seed = 42 if training_args is None else training_args.seed
+        self._options["settings"] = zeroth_order or ZerothOrderSettings(seed=seed)
         self.zeroth_order: ZerothOrder | None = None
         """What trains the model; None outside of :meth:`train`."""
         super().__init__(*args, **kwargs)
-        self._keep_whole()
-
-    def _keep_whole(self) -> None:
-        """Let Accelerate neither move nor wrap the model, nor share out batches of training."""
         accelerator: Any = self.accelerator
-        own_model, own_loader = accelerator.prepare_model, accelerator.prepare_data_loader
+        own = accelerator.prepare_model
 
-        def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return own_model(model, device_placement=False, evaluation_mode=True)
+        def prepare_model(model: nn.Module, *_: Any, **__: Any) -> Any:
+            return own(model, device_placement=False, evaluation_mode=True)
 
-        def prepare_loader(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._takes_same_batches or accelerator.num_processes == 1:
-                return own_loader(loader, *args, **kwargs)
+        accelerator.prepare_model = prepare_model  # it neither moves nor wraps the model
+
+    # ---- what Trainer calls --------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Return the base class's, with the same batches on both ranks."""
+        accelerator: Any = self.accelerator
+        if accelerator.num_processes == 1:
+            return super().get_train_dataloader()
+
+        def prepare(loader: Any, *_: Any, **__: Any) -> Any:
             prepared = prepare_data_loader(
                 loader,
                 accelerator.device,
@@ -132,28 +138,19 @@ class PyAOZerothOrderTrainer(Trainer):
             accelerator._dataloaders.append(prepared)
             return prepared
 
-        accelerator.prepare_model = prepare_model
-        accelerator.prepare_data_loader = prepare_loader
-
-    # ---- what Trainer calls --------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> Any:
-        """Return the base class's, with the same batches on both ranks."""
-        self._takes_same_batches = True
+        accelerator.prepare_data_loader = prepare
         try:
             return super().get_train_dataloader()
         finally:
-            self._takes_same_batches = False
+            del accelerator.prepare_data_loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Put the weights where they train, and return what ends steps."""
-        self._open()
-        assert self.zeroth_order is not None
         assert self.model is not None
+        zeroth_order = self._open()
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = ZerothOrderOptimizer(
-            self.zeroth_order, trained, float(self.args.learning_rate)
-        )
+        rate = float(self.args.learning_rate)
+        self.optimizer = ZerothOrderOptimizer(zeroth_order, trained, rate)
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,28 +167,30 @@ class PyAOZerothOrderTrainer(Trainer):
         model.train()
         prepared = self._prepare_inputs(inputs)
         num = getattr(self, "current_gradient_accumulation_steps", 1)
-        scale = num if self._divides_by_items(num_items) else 1
+        # A loss may be a part of the step's, which the micro-batches' losses add up to.
+        is_part = self.compute_loss_func is not None
+        is_part |= bool(self.model_accepts_loss_kwargs) and num_items is not None
 
         def loss_of(model: nn.Module) -> Any:
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, dict(prepared), num_items_in_batch=num_items)
-            return loss if scale == 1 else loss * scale
+            return loss * num if is_part and num != 1 else loss
 
-        with without_cache(model):
+        with _without_cache(model):
             return self.zeroth_order.accumulate(model, loss_of).to(self.args.device) / num
-
-    def _divides_by_items(self, num_items: Any) -> bool:
-        """Say whether a loss is a part of the step's, which the micro-batches' losses add up to."""
-        accepts = bool(self.model_accepts_loss_kwargs) and num_items is not None
-        return accepts or self.compute_loss_func is not None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: :meth:`create_optimizer` moves its weights."""
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the base class does, with weights that visit the device."""
-        with self._opened():
+        if self.zeroth_order is not None:
             return super().evaluation_loop(*args, **kwargs)
+        self._open()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._close()
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log the projected gradient in place of the norm of gradients that are not there."""
@@ -201,77 +200,41 @@ class PyAOZerothOrderTrainer(Trainer):
             logs["projected_gradient"] = optimizer.projected_gradient
         super().log(logs, *args, **kwargs)
 
-    # ---- the weights ---------------------------------------------------------------------------
-
-    def _open(self) -> None:
+    def _open(self) -> ZerothOrder:
         self._close()
         assert self.model is not None
-        self.zeroth_order = ZerothOrder(
-            self.model,
-            self._settings,
-            device=self.args.device,
-            **self._options,
-        )
+        self.zeroth_order = ZerothOrder(self.model, device=self.args.device, **self._options)
+        return self.zeroth_order
 
     def _close(self) -> None:
         zeroth_order, self.zeroth_order = self.zeroth_order, None
         if zeroth_order is not None:
             zeroth_order.close()
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        if self.zeroth_order is not None:
-            yield
-            return
-        self._open()
-        try:
-            yield
-        finally:
-            self._close()
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Keep a model of transformers from saving keys and values while it trains."""
+    config: Any = getattr(unwrap_model(model), "config", None)
+    before = getattr(config, "use_cache", None)
+    if before:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if before:
+            config.use_cache = before
 
 
 def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
     """Refuse, before data is prepared, what has no meaning without gradients."""
-    if kwargs.get("pyao_config") is not None:
-        raise ConfigError(
-            "pyao_config was given to PyAOZerothOrderTrainer. Zeroth order saves no activations, "
-            "so policies, policy 'auto' among them, and streamed weights have nothing to decide. "
-            "Give zeroth_order, num_resident and host_memory_gib instead.",
-            key="settings-contradict",
-        )
-    if kwargs.get("optimizers", (None, None))[0] is not None:
-        raise ConfigError(
-            "optimizers has an optimizer, and zeroth order computes no gradients for it. Give "
-            "zeroth_order=ZerothOrderSettings(...); a scheduler can be given beside None.",
-            key="settings-contradict",
-        )
-    if args is None:
-        return
-    if isinstance(args, PyAOArguments) and args.activation_offload:
-        flags = ", ".join(f"activation_offload_{name}" for name in args.given_pyao_settings())
-        raise ConfigError(
-            f"the training arguments have activation_offload{f' ({flags})' if flags else ''}, and "
-            "zeroth order saves no activations that could be offloaded. Give "
-            "activation_offload=False, or train with PyAOTrainer.",
-            key="settings-contradict",
-        )
-    refused = {
-        "fp16": "its gradient scaler needs gradients; load the model in float16, or give bf16",
-        "weight_decay": "zeroth order has no weight decay; give 0",
-        "deepspeed": "DeepSpeed moves and shards the weights itself",
-        "fsdp": "FSDP shards the weights",
-        "torch_compile": "compiled code reads weights by itself",
-        "auto_find_batch_size": "it starts training again, after steps that were made",
-    }
-    for name, reason in refused.items():
-        if getattr(args, name, None):
-            kind = ConflictError if name in ("deepspeed", "fsdp", "torch_compile") else ConfigError
-            raise kind(
-                f"{name}={getattr(args, name)!r} cannot be used with zeroth order: {reason}."
+    given: dict[str, Any] = {name: getattr(args, name, None) for name in _REFUSED}
+    given["pyao_config"] = kwargs.get("pyao_config")
+    given["optimizers"] = kwargs.get("optimizers", (None,))[0]
+    given["n_gpu"] = args is not None and args.n_gpu > 1
+    for name, reason in _REFUSED.items():
+        if given[name]:
+            raise ConfigError(
+                f"{name} is given, and cannot be used with zeroth order: {reason}.",
+                key="settings-contradict",
             )
-    if args.n_gpu > 1:
-        raise ConflictError(
-            f"this process sees {args.n_gpu} devices, and Trainer would wrap the model in "
-            "nn.DataParallel. Set CUDA_VISIBLE_DEVICES to one device, or start two processes.",
-            key="data-parallel",
-        )

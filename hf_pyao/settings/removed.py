@@ -74,6 +74,11 @@ REMOVED_SETTINGS = frozenset(each.setting for each in REMOVED if each.value is N
 
 REMOVED_OF_ZEROTH_ORDER = (
     Removed(
+        "ZerothOrder.stream_embeddings",
+        "0.2.0",
+        "Leave it out: weights of embeddings and head stay on the device while zeroth order runs.",
+    ),
+    Removed(
         "zo2_order",
         "0.2.0",
         "Leave it out: noise is drawn by a counter, whatever the order in which weights are read.",
@@ -85,7 +90,7 @@ REMOVED_OF_ZEROTH_ORDER = (
         value="bfloat16",
     ),
 )
-"""Settings of ``ZerothOrderSettings``."""
+"""Settings of ``ZerothOrderSettings``, and arguments of ``ZerothOrder``."""
 
 REMOVED_OPTIONS = (
     Removed(

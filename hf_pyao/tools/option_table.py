@@ -130,8 +130,8 @@ estimate: what it is trained on
 estimate: how
   --zeroth-order [SETTING=VALUE...]
                                     the device memory of fine-tuning by two forwards a step, with
-                                    all layers on the host; of momentum, stream_embeddings,
-                                    head_loss and transfer_dtype, those that are given
+                                    all layers on the host; of momentum, head_loss and
+                                    transfer_dtype, those that are given
   --no-longest-sequence             do not look for the longest sequence, which takes half of the
                                     time
   --processes N >=1                 processes that work at it, 3 at most (default: 2, where there

@@ -19,8 +19,9 @@ import torch
 from experiments.experiment import Options
 from experiments.rows import Result, Row
 from experiments.visit_clock import VisitClock, VisitTimes, least_step_ms
+from hf_pyao.engine.zeroth_order.perturbation import PastStep, ZerothOrderSettings, update
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.zeroth_order.estimate import GB, Choices, zeroth_order_memory
+from hf_pyao.tools.zeroth_order.estimate import GB, zeroth_order_memory
 
 TOKENS = 2048
 VOCABULARY = 50272
@@ -29,7 +30,6 @@ LINK_GB_PER_S = 25.0
 TFLOP_PER_S = 35.6
 """RTX 3090 in half precision without sparsity, as its data sheet has it for shaders; the published
 times of a block (12 ms for OPT-1.3B) are of the same order."""
-LINKS_GB_PER_S = (6.25, 12.5, 25.0, 50.0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ WAYS = (
 )
 ASSUMPTIONS = (
     "One sequence of 2,048 tokens, MeZO-SGD, all layers on the host, two slots.",
+    "Both passes of a step run one after the other, and each uploads the blocks; the first one "
+    "updates them and copies them back.",
     f"Compute of a block: two forwards at {TFLOP_PER_S} TFLOP/s, products and attention alone. "
     "The noise is not counted: with plain torch kernels it takes more than that.",
     f"Copies at {LINK_GB_PER_S} GB/s each way where bytes are ours; published times otherwise.",
@@ -124,8 +126,8 @@ def step_ms(blocks: list[VisitTimes], num_slots: int = 2, *, is_packed: bool = F
 
 
 def serial_ms(blocks: list[VisitTimes]) -> float:
-    """Return a step without any overlap: upload, compute, copy back, one block after the other."""
-    return sum(each.upload_ms + each.compute_ms + each.offload_ms for each in blocks)
+    """Return a step without any overlap: uploads, compute, copy back, one block after the other."""
+    return sum(2 * each.upload_ms + each.compute_ms + each.offload_ms for each in blocks)
 
 
 def overlap_rows(model: Opt, source: str, compute_ms: float, copy_ms: float) -> Iterator[Row]:
@@ -148,7 +150,7 @@ def overlap_rows(model: Opt, source: str, compute_ms: float, copy_ms: float) -> 
         system=f"overlap, {source}",
         quantity="share of copies that is hidden",
         value=100
-        * (1 - max(0.0, step - sum(b.compute_ms for b in blocks)) / (2 * copy_ms * model.layers)),
+        * (1 - max(0.0, step - sum(b.compute_ms for b in blocks)) / (3 * copy_ms * model.layers)),
         published=published,
     )
 
@@ -164,52 +166,7 @@ def predict_overlap(options: Options) -> Result:
             rows += overlap_rows(
                 model, "float16, 6.25 GB/s", model.compute_ms(), 4 * model.copy_ms()
             )
-    rows += clock_rows(MODELS[1:2] if options.is_smoke else MODELS)
     return Result(rows=rows, assumptions=ASSUMPTIONS)
-
-
-def clock_rows(models: tuple[Opt, ...]) -> Iterator[Row]:
-    """Yield a step with embeddings and head as blocks over the busiest lane, fill and drain."""
-    for model in models:
-        for link_gb_per_s in LINKS_GB_PER_S:
-            blocks, num_pieces = blocks_with_ends(model, link_gb_per_s)
-            fill_and_drain = max(b.upload_ms for b in blocks) + max(b.offload_ms for b in blocks)
-            clock = VisitClock(blocks)
-            first, later = clock.step_ms(), clock.step_ms()
-            bound = least_step_ms(blocks) + fill_and_drain
-            yield Row(
-                model=model.name,
-                system=f"embedding and head (one weight) in pieces, {link_gb_per_s:g} GB/s",
-                quantity="step over busiest lane, one block's fill and drain",
-                unit="x",
-                value=later / bound,
-                detail={
-                    "step_ms": later,
-                    "first_step_ratio": first / bound,
-                    "busiest_lane_ms": least_step_ms(blocks),
-                    "bound_ms": bound,
-                    "num_pieces": num_pieces,
-                    "link_gb_per_s": link_gb_per_s,
-                },
-            )
-
-
-def blocks_with_ends(model: Opt, link_gb_per_s: float) -> tuple[list[VisitTimes], int]:
-    """Return the blocks of a step in float16, and of how many pieces the head is.
-
-    A look-up uploads the rows of its tokens, a block of its own; nothing is copied back then, for
-    the head, which has the same weight, updates all of it.
-    """
-    faster = link_gb_per_s / LINK_GB_PER_S
-    copy_ms = model.copy_ms() / faster
-    layer = VisitTimes(model.compute_ms(), copy_ms, copy_ms, 0.1 * model.compute_ms())
-    row_ms = model.width * 2 / (link_gb_per_s * 1e6)
-    look_up = VisitTimes(0.0, TOKENS * row_ms, 0.0)
-    num_pieces = max(1, -(-VOCABULARY * model.width // model.block_parameters))
-    head_ms = 2 * 2 * TOKENS * model.width * VOCABULARY / (TFLOP_PER_S * 1e9)
-    piece_ms = VOCABULARY * row_ms / num_pieces
-    piece = VisitTimes(head_ms / num_pieces, piece_ms, piece_ms, 0.1 * head_ms / num_pieces)
-    return [look_up, *[layer] * model.layers, *[piece] * num_pieces], num_pieces
 
 
 def predict_compression(options: Options) -> Result:
@@ -234,7 +191,7 @@ def predict_compression(options: Options) -> Result:
                 1,
                 TOKENS,
                 way.dtype,
-                Choices(transfer_dtype=way.transfer_dtype),
+                ZerothOrderSettings(transfer_dtype=way.transfer_dtype),
             )
             for quantity, nbytes in (
                 ("device memory", found.peak_bytes),
@@ -330,12 +287,11 @@ def _host_row(way: Way) -> Row:
         unpack_noise,
     )
     from hf_pyao.engine.zeroth_order.noise import NoiseKey
-    from hf_pyao.engine.zeroth_order.perturbation import PastStep, update
 
     matrix = torch.randn(2048, 2048).to(getattr(torch, way.dtype))
     noise = torch.empty(matrix.numel(), dtype=torch.uint8)
     pack_noise(torch.randn(matrix.numel()), noise)
-    memory = torch.empty(packed_nbytes(matrix.size()), dtype=torch.uint8)
+    memory = torch.empty(packed_nbytes(matrix.size(), matrix.dtype), dtype=torch.uint8)
 
     def draw(key: object, step: int, first: int, end: int, device: object) -> torch.Tensor:
         return unpack_noise(noise[first:end])
@@ -393,7 +349,7 @@ def _loss(points: torch.Tensor, labels: torch.Tensor, model: torch.nn.Module) ->
 
 def train(system: str, way: Way, num_steps: int, seed: int) -> tuple[list[float], float]:
     """Return the losses of *num_steps* steps, and the accuracy on points that were not seen."""
-    from hf_pyao import ZerothOrder, ZerothOrderSettings, zeroth_order_step
+    from hf_pyao import ZerothOrder, zeroth_order_step
 
     dtype = getattr(torch, way.dtype)
     torch.manual_seed(seed)

@@ -18,7 +18,6 @@ ENTRIES = entries_in(PAGE.read_text(encoding="utf-8"))
 FOREIGN = {
     ("__init__.py", "AttributeError"): "what `import *` and hasattr expect",
     ("auto/recording/step_recording.py", "_LayersAreMissingError"): "caught in this file",
-    ("auto/zeroth_order/lock_step.py", "_Abandoned"): "ends a pass; caught in this file",
     ("cli.py", "SystemExit"): "the command's exit status",
     ("engine/recompute/second_run.py", "AllCollectedError"): "ends a second run early",
     ("engine/runtime/flattened_tensor.py", "TypeError"): "caught in this file",

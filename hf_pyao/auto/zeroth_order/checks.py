@@ -7,7 +7,6 @@ from torch import nn
 
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.weights.tables import StreamedTable
-from hf_pyao.engine.zeroth_order.visits import WeightVisits
 from hf_pyao.errors import ConflictError
 from hf_pyao.ranks import process_rank
 from hf_pyao.training_engines import (
@@ -18,7 +17,6 @@ from hf_pyao.training_engines import (
     is_moved_by_accelerate,
 )
 
-NUM_PASSES = 2
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Of weights that can be perturbed."""
 
@@ -30,7 +28,7 @@ def check_model(model: nn.Module) -> None:
         ConflictError: with what was found, and what to do.
     """
     num_ranks = process_rank().num_ranks
-    if num_ranks not in (1, NUM_PASSES):
+    if num_ranks > 2:
         raise ConflictError(
             f"zeroth order runs on one process or on two, and the group has {num_ranks}. Start it "
             "with two, which run one pass each.",
@@ -40,11 +38,11 @@ def check_model(model: nn.Module) -> None:
         _check_module(path or type(model).__name__, module, num_ranks)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise _moved(name, "is on the meta device: it has no bytes yet")
+            raise _not_plain(name, "is on the meta device: it has no bytes yet")
         if parameter.requires_grad and parameter.dtype not in _DTYPES:
-            raise _moved(name, f"is trained and has {parameter.dtype}, to which no noise is added")
+            raise _not_plain(name, f"is trained and has {parameter.dtype}: no noise is added to it")
         if engine := next((each for each in ENGINES if each.has(parameter)), None):
-            raise _moved(name, f"is divided among ranks, by {engine.name}")
+            raise _not_plain(name, f"is divided among ranks, by {engine.name}")
 
 
 def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
@@ -55,37 +53,32 @@ def _check_module(where: str, module: nn.Module, num_ranks: int) -> None:
             key="zeroth-order-attached",
         )
     if isinstance(module._parameters, StreamedTable):
-        other = (
-            "another ZerothOrder"
-            if isinstance(module._parameters.source, WeightVisits)
-            else "an offloader"
-        )
-        raise _moved(where, f"has weights on the host already, by {other}")
+        raise _not_plain(where, "has weights on the host, by an offloader or another ZerothOrder")
     unit_of = engine_of_module(module)
     if unit_of.shards is Sharded.WEIGHTS:
-        raise _moved(where, f"is divided among ranks, by {unit_of.name}")
+        raise _not_plain(where, f"is divided among ranks, by {unit_of.name}")
     if is_compiled(module):
-        raise _moved(where, "is compiled: compiled code reads weights by itself")
+        raise _not_plain(where, "is compiled: compiled code reads weights by itself")
     if is_moved_by_accelerate(module):
-        raise _moved(where, "has a device map: Accelerate moves its weights by itself")
-    is_trained = any(each.requires_grad for each in module.parameters(recurse=False))
-    if isinstance(module, nn.RNNBase) and is_trained:
+        raise _not_plain(where, "has a device map: Accelerate moves its weights by itself")
+    kind = type(module).__name__
+    if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
         raise ConflictError(
-            f"{where!r} ({type(module).__name__}) keeps references to its weights, which would "
-            "be read without the perturbation. Freeze it.",
+            f"{where!r} ({kind}) keeps references to its weights, which would be read without the "
+            "perturbation. Freeze it.",
             key="zeroth-order-reference",
         )
     counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     if counts and num_ranks > 1:
         raise ConflictError(
-            f"{where!r} ({type(module).__name__}) collects statistics in each pass, and the two "
-            "processes run different passes: their models would differ. Run one process, or give "
+            f"{where!r} ({kind}) collects statistics in each pass, and the two processes run "
+            "different passes: their models would differ. Run one process, or give "
             "track_running_stats=False.",
             key="zeroth-order-ranks",
         )
 
 
-def _moved(where: str, what: str) -> ConflictError:
+def _not_plain(where: str, what: str) -> ConflictError:
     return ConflictError(
         f"zeroth order: {where!r} {what}. Load the plain model, and give that.",
         key="zeroth-order-model",

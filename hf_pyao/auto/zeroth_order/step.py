@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import typing
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.links import device_of
+from hf_pyao.auto.install.links import device_of, pool_for
+from hf_pyao.auto.install.weight_readers import Around, WeightReaders
 from hf_pyao.auto.zeroth_order.checks import check_model
-from hf_pyao.auto.zeroth_order.visiting_weights import VisitingWeights
+from hf_pyao.auto.zeroth_order.layer_blocks import blocks_of, reserve
+from hf_pyao.engine.rerun.generators import RandomState
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
-from hf_pyao.engine.zeroth_order.perturbation import (
-    PastStep,
-    ZerothOrderSettings,
-    projected_gradient,
-)
+from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
+from hf_pyao.errors import ConfigError, ConflictError, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
+from hf_pyao.model.weights.places import ComputeDevice, move_others
 from hf_pyao.ranks import process_rank
 from hf_pyao.settings.removed import refuse_removed
 from hf_pyao.settings.sizes import Count, Gibibytes
@@ -34,8 +34,11 @@ from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
 
-SIGNS = (1, -1)
+_SIGNS = (1, -1)
 """Of the passes of a step; with two ranks, that of each rank."""
+_KEY = "_pyao_zeroth_order"
+_FILES = ("state_dict", "_load_from_state_dict")
+"""Methods by which others take a model's weights, or give it others."""
 
 
 class ZerothOrder:
@@ -43,7 +46,7 @@ class ZerothOrder:
 
     Parameters that require gradients are trained; no gradient is ever computed. Layers visit the
     device one at a time (ZO2, arXiv 2503.12668), and their updates go back to the host. Layers that
-    stay are on the device, and so are embeddings and head, unless these visit by rows.
+    stay are on the device, and so are embeddings and head.
 
     ```python
     with ZerothOrder(model, ZerothOrderSettings(epsilon=1e-3), device="cuda") as zeroth_order:
@@ -59,8 +62,7 @@ class ZerothOrder:
         device: where compute runs; None: where the model is.
         num_resident: layers that stay on the device, evenly spread; None: all.
         host_memory_gib: most memory of the host, in GiB; None: this process's share of it.
-        stream_embeddings: ``"on"``: the weights of embeddings and head are on the host, too, and
-            visit by rows; ``"off"``: they stay on the device.
+        stream_embeddings: ``"off"``: weights of embeddings and head are on the device.
         head_loss: ``"chunked"`` or ``"auto"``: both passes compute the loss over chunks of tokens,
             without all logits; ``"off"``: the model's own loss.
         layers: names or patterns of the layers, as ``PyAOConfig.layers``.
@@ -96,46 +98,103 @@ class ZerothOrder:
                 raise ConfigError(
                     f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
                 )
-        _check_given(num_resident, host_memory_gib, stream_embeddings, head_loss)
+        if num_resident is not None:
+            Count("layers").check("num_resident", num_resident)
+        Gibibytes().check("host_memory_gib", host_memory_gib)
+        refuse_removed("ZerothOrder.stream_embeddings", "stream_embeddings", stream_embeddings)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
         check_model(root)
-        found = find_layers(root, layers)
-        parameters = [
-            (plain_path(name), each) for name, each in root.named_parameters() if each.requires_grad
-        ]
-        if not parameters:
+        found = find_layers(root, layers).layers
+        parameters = [(plain_path(name), p) for name, p in root.named_parameters()]
+        self._trained = TrainedWeights(
+            [(name, each) for name, each in parameters if each.requires_grad], self.settings
+        )
+        if not self._trained.weights:
             raise ConfigError(
                 "no parameter of the model requires gradients, so zeroth order has nothing to "
                 "train. Call model.requires_grad_(True), or add adapters.",
                 key="zeroth-order-untrained",
             )
-        self._trained = TrainedWeights(parameters, self.settings)
-        self._weights = VisitingWeights(
-            root,
-            found.layers,
-            self._trained,
-            self.device,
-            len(found.layers) if num_resident is None else num_resident,
-            host_memory_gib=host_memory_gib,
-            ends_visit=stream_embeddings == "on",
-            transport=transport,
-        )
+        transport = transport or transport_for(self.device)
+        self.store = pool_for(host_memory_gib, transport, self.device)
+        """Host memory of the blocks."""
+        self.blocks = blocks_of(root, found, num_resident, self._trained)
+        """What visits the device: the weights of each layer that is on the host."""
+        link = LinkContext(transport, self.store, None)
+        self.visits = WeightVisits(self.blocks, self._trained, link, self.device)
+        """Has the blocks on the device as modules read their weights."""
+        self._model = weakref.ref(root)
+        self._memory: list[torch.Tensor] = []
+        self._readers = WeightReaders(self.visits.streams, self.device)
+        self._compute_device = ComputeDevice(self.device)
         self._is_open = True
-        self._is_flushed = False
-        """Whether :meth:`close` has updated all weights."""
-        self._losses: tuple[tuple[float, float], ...] = ()
+        self._losses: tuple[list[float], ...] = ()
         """By micro-batch of the step that runs, those of both passes."""
         self.num_skipped_steps = 0
         """Steps whose losses were not finite: they have changed nothing."""
         try:
-            self._weights.put_on()
-            self._hooks = self._hook(root)
+            self._put_on(root, {id(layer) for _, layer in found})
             self.head_loss = install_head_loss(root, head_loss, without_gradients=True)
             """What computes the loss in chunks, and says why where it does not."""
         except BaseException:
-            self._weights.take_off()
+            self._take_off()
             raise
+
+    def _put_on(self, model: nn.Module, layers: set[int]) -> None:
+        """Move layers to the host and the rest to the device, and have modules read them there."""
+        for block in self.blocks:
+            self._memory.append(reserve(self.store, block))
+            block.move_to(self._memory[-1])
+        for weight in self._trained.weights if self.settings.momentum else ():
+            if not self.visits.streams(weight.ref()):
+                state = torch.zeros(weight.num_elements, device=self.device)
+                self._trained.give_state(weight, state)
+        move_others(model, self.visits.streams, self.device)
+        self._readers.put_on(model, self._is_read, lambda _: self.visits)
+        self._compute_device.put_on(model)
+        for module in model.modules():
+            has_forward = type(module).forward is not nn.Module.forward
+            if id(module) in layers:
+                self._readers.exchange(module, _KEY, Around(self._layer))
+            elif has_forward and any(map(self._is_read, module.parameters())):
+                self._readers.exchange(module, _KEY, Around(self._forward))
+        for name in _FILES:
+            self._readers.exchange(model, f"{_KEY}_{name}", Around(self._flushed), name)
+
+    def _is_read(self, parameter: object) -> bool:
+        return self.visits.streams(parameter) or self._trained.of(parameter) is not None
+
+    def _forward(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a module; outside of a step (evaluation) it reads updated weights."""
+        if self.visits.sign is not None:
+            return own()
+        with torch.no_grad(), self.visits.in_use:
+            self.visits.begin_forward()
+            with self.visits.reading(0):
+                return own()
+
+    def _layer(self, own: Callable[[], Any]) -> Any:
+        """Run the forward of a layer, and let go of its weights."""
+        result = self._forward(own)
+        if self.visits.sign is not None:
+            self.visits.end_layer()
+        return result
+
+    def _flushed(self, own: Callable[[], Any]) -> Any:
+        self.visits.flush()
+        return own()
+
+    def _take_off(self) -> None:
+        """Undo :meth:`_put_on`, wholly or in part done."""
+        self._readers.take_off()
+        self._compute_device.take_off()
+        self.visits.stop()
+        for block in self.blocks:
+            block.masters.move_back()
+        for memory in self._memory:
+            self.store.return_reserved(memory)
+        self._memory = []
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -143,11 +202,6 @@ class ZerothOrder:
     def num_steps(self) -> int:
         """Steps that were made."""
         return self._trained.num_steps
-
-    @property
-    def blocks(self) -> list[VisitBlock]:
-        """What visits the device: the weights of each layer that is on the host."""
-        return self._weights.blocks
 
     def accumulate(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> torch.Tensor:
         """Run both passes over a micro-batch; the step ends with :meth:`end_step`.
@@ -164,19 +218,14 @@ class ZerothOrder:
                 another one.
         """
         self._check_open()
-        if not any(each is self._weights.model for each in model.modules()):
+        if not any(each is self._model() for each in model.modules()):
             raise ConfigError(
                 f"model is a {type(model).__name__} that does not have the model of this "
                 "ZerothOrder: its weights would not be perturbed. Give the model that it was made "
                 "for, or what wraps it.",
                 key="wrong-argument",
             )
-        visits = self._weights.visits
-        if visits.sign is not None:
-            raise ConflictError(
-                "loss_fn has begun a step of zeroth order inside of one.", key="wrong-argument"
-            )
-        if not visits.in_use.acquire(blocking=False):
+        if not self.visits.in_use.acquire(blocking=False):
             raise ConflictError(
                 "a step of zeroth order runs on another thread. Make steps and other forwards one "
                 "after the other.",
@@ -185,27 +234,33 @@ class ZerothOrder:
         try:
             losses = self._passes(model, loss_fn)
         finally:
-            visits.in_use.release()
-            visits.end_pass()
+            self.visits.in_use.release()
+            self.visits.end_pass()
         self._losses = (*self._losses, losses)
         return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
 
-    def _passes(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> tuple[float, float]:
+    def _passes(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> list[float]:
+        """Run the passes one after the other, all with the same random numbers; see the page.
+
+        The generators are left where the first pass leaves them.
+        """
         own = process_rank()
-        signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
         if own.num_ranks > 1:
             _share_generators(self.device)
-        visits = self._weights.visits
-        visits.begin_step()
-
-        def run(sign: int) -> torch.Tensor:
-            with visits.reading(sign):
-                return _checked(loss_fn(model))
-
-        with torch.no_grad():
-            found = [float(each) for each in self._weights.turns.run([_of(run, s) for s in signs])]
-        losses = found if own.num_ranks == 1 else _exchanged(found[0], self.device)
-        return losses[0], losses[1]
+        start = end = RandomState([self.device])
+        found: list[torch.Tensor] = []
+        for sign in _SIGNS if own.num_ranks == 1 else (_SIGNS[own.rank],):
+            start.restore()
+            self.visits.begin_forward()
+            with torch.no_grad(), self.visits.reading(sign):
+                found.append(_checked(loss_fn(model)))
+            end = end if len(found) > 1 else start.now()
+        end.restore()
+        losses: list[Any] = [float(each) for each in found]
+        if own.num_ranks > 1:
+            losses *= own.num_ranks
+            torch.distributed.all_gather_object(losses, losses[0])
+        return losses
 
     def end_step(self, learning_rate: float) -> float:
         """End a step: every weight is updated by it when it is read next.
@@ -224,23 +279,20 @@ class ZerothOrder:
                 key="wrong-argument",
             )
         plus, minus = (sum(each) / len(losses) for each in zip(*losses, strict=True))
-        gradient = projected_gradient(plus, minus, self.settings.epsilon)
+        gradient: float = (plus - minus) / (2.0 * self.settings.epsilon)
         self._losses = ()
-        if math.isfinite(gradient) and math.isfinite(learning_rate):
-            self._trained.end_step(PastStep(self.num_steps, learning_rate, gradient))
-        else:
+        is_finite = math.isfinite(gradient) and math.isfinite(learning_rate)
+        if not is_finite:
             self.num_skipped_steps += 1
+            what = f"losses {plus!r} and {minus!r}, and the learning rate {learning_rate!r}"
             warn(
                 logger,
                 "zeroth-order-loss",
-                "step %d of zeroth order has the losses %r and %r, and the learning rate %r: the "
-                "weights stay as they are.",
+                "step %d of zeroth order has the %s: the weights stay as they are.",
                 self.num_steps,
-                plus,
-                minus,
-                learning_rate,
+                what,
             )
-            self._trained.end_step(None)
+        self.visits.end_step(learning_rate, gradient if is_finite else None)
         return gradient
 
     def drop_step(self) -> None:
@@ -252,7 +304,7 @@ class ZerothOrder:
     def flush(self) -> None:
         """Have all weights updated by all steps, before they are saved or looked at."""
         self._check_open()
-        self._weights.visits.flush()
+        self.visits.flush()
 
     def close(self) -> None:
         """Update all weights, and give the model its plain weights back. Idempotent.
@@ -261,20 +313,12 @@ class ZerothOrder:
         """
         if not self._is_open:
             return
-        if self._weights.visits.sign is not None:
-            raise ConflictError(
-                "close() was called in a forward of the model. Call it after the step.",
-                key="wrong-argument",
-            )
+        self._check_open()
         try:
-            if not self._is_flushed:
-                self._weights.visits.flush()
-                self._is_flushed = True
+            self.visits.flush()
         finally:
-            for hook in self._hooks:
-                hook.remove()
             self.head_loss.uninstall()
-            self._weights.take_off()
+            self._take_off()
             self._is_open = False  # last: an interrupted call can be made again
 
     def __enter__(self) -> ZerothOrder:
@@ -285,7 +329,7 @@ class ZerothOrder:
 
     def figures(self) -> dict[str, Any]:
         """Return what the copies came to: uploads, copies back, bytes, times in ms."""
-        return self._weights.visits.figures()
+        return self.visits.figures()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run goes on from, beside the weights. All weights are updated first."""
@@ -296,9 +340,9 @@ class ZerothOrder:
             "epsilon": self.settings.epsilon,
             "transfer_dtype": self.settings.transfer_dtype,
             "momentum": {
-                each.name: torch.cat([part.state.cpu() for part in each.parts])  # type: ignore[union-attr]
+                each.name: each.state.cpu().clone()
                 for each in self._trained.weights
-                if self.settings.momentum
+                if each.state is not None
             },
         }
 
@@ -306,7 +350,7 @@ class ZerothOrder:
         """Go on from *state*; the model has the weights of that moment.
 
         Raises:
-            ConfigError: what the noise depends on differs, or momenta do not fit the weights.
+            ConfigError: what the noise depends on differs.
         """
         self.flush()
         for name in ("zo2_order", "transfer_dtype"):  # of a run of an earlier version
@@ -319,79 +363,19 @@ class ZerothOrder:
                     "noise depends on it.",
                     key="zeroth-order-resume",
                 )
-        momenta = state["momentum"]
         for weight in self._trained.weights:
-            found = momenta.get(weight.name)
-            if found is not None and found.numel() != weight.num_elements:
-                raise ConfigError(
-                    f"the momentum of {weight.name!r} has {found.numel()} elements; the weight has "
-                    f"{weight.num_elements}. Resume with the same model.",
-                    key="zeroth-order-resume",
-                )
-        for part, found in self._momenta(momenta):
-            part.copy_(found)
+            if weight.state is not None:
+                weight.state.copy_(state["momentum"].get(weight.name, torch.zeros(())))
         self._losses = ()
         self._trained.start_at(state["num_steps"])
-        self._weights.visits.forget_all()
-
-    def _momenta(
-        self, momenta: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the momentum of each part, and what *momenta* have for it; zeros for none."""
-        for weight in self._trained.weights:
-            for part in weight.parts:
-                if part.state is None:
-                    continue
-                found = momenta.get(weight.name)
-                end = part.first + part.num_elements
-                yield part.state, torch.zeros(()) if found is None else found[part.first : end]
+        self.visits.forget_all()
 
     def _check_open(self) -> None:
-        if not self._is_open:
-            raise ConflictError(
-                "this ZerothOrder was closed. Make another one for the model.", key="wrong-argument"
-            )
-
-    def _hook(self, model: nn.Module) -> list[Any]:
-        """Flush before anyone takes the weights, or gives others."""
-        flush, anything = _Flush(self), typing.cast(Any, model)
-        return [
-            anything.register_state_dict_pre_hook(flush),
-            anything.register_load_state_dict_pre_hook(flush),
-        ]
-
-
-class _Flush:
-    """A hook of the model that has weights updated; in copies of the model it does nothing."""
-
-    __slots__ = ("_zeroth_order",)
-
-    def __init__(self, zeroth_order: ZerothOrder) -> None:
-        self._zeroth_order = zeroth_order
-
-    def __call__(self, *_: object, **__: object) -> None:
-        if self._zeroth_order._is_open:
-            self._zeroth_order.flush()
-
-    def __reduce__(self) -> Any:
-        # A callable that takes anything, and that is there where hf_pyao is not installed.
-        return typing.cast, (None, nn.Identity)
-
-
-def _check_given(
-    num_resident: int | None,
-    host_memory_gib: float | None,
-    stream_embeddings: str,
-    head_loss: str,
-) -> None:
-    """Refuse arguments of :class:`ZerothOrder` that are out of range."""
-    if num_resident is not None:
-        Count("layers").check("num_resident", num_resident)
-    Gibibytes().check("host_memory_gib", host_memory_gib)
-    if stream_embeddings not in ("on", "off"):
-        raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
-    if head_loss not in ("off", "auto", "chunked"):
-        raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
+        found = "was closed. Make another one for the model" if not self._is_open else ""
+        if self.visits.sign is not None:
+            found = "is in use by a forward of its model. Call it after the step"
+        if found:
+            raise ConflictError(f"this ZerothOrder {found}.", key="wrong-argument")
 
 
 def zeroth_order_step(
@@ -424,54 +408,21 @@ def zeroth_order_step(
     return loss
 
 
-@contextlib.contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Keep a model of transformers from saving keys and values while it trains."""
-    config = getattr(unwrap_model(model), "config", None)
-    before = getattr(config, "use_cache", None)
-    if before is None:
-        yield
-        return
-    assert config is not None
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = before
-
-
-def _of(run: Callable[[int], torch.Tensor], sign: int) -> Callable[[], torch.Tensor]:
-    return lambda: run(sign)
-
-
 def _checked(loss: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
-    kind = (
-        f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
-    )
+    what = f"a tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else type(loss)
     raise ConfigError(
-        f"loss_fn has returned {kind}; expected a tensor with one number.", key="wrong-argument"
+        f"loss_fn has returned {what}; expected a tensor with one number.", key="wrong-argument"
     )
-
-
-def _exchanged(loss: float, device: torch.device) -> list[float]:
-    """Return the losses of both ranks, in the order of the ranks."""
-    distributed = torch.distributed
-    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
-    own = torch.tensor([loss], dtype=torch.float64, device=where)
-    found = [torch.zeros_like(own) for _ in SIGNS]
-    distributed.all_gather(found, own)
-    return [float(each) for each in found]
 
 
 def _share_generators(device: torch.device) -> None:
     """Let torch's generators of both ranks have the state of rank 0: both passes draw the same."""
-    distributed = torch.distributed
-    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
-    for kind in dict.fromkeys((torch.device("cpu"), device)):
-        generators: Any = torch if kind.type == "cpu" else torch.get_device_module(kind)
-        place = () if kind.type == "cpu" else (kind,)
-        state = generators.get_rng_state(*place).to(where)
-        distributed.broadcast(state, src=0)
-        generators.set_rng_state(state.cpu(), *place)
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((torch.get_device_module(device), (device,)))
+    states = [module.get_rng_state(*place) for module, place in generators]
+    torch.distributed.broadcast_object_list(states, src=0)
+    for (module, place), state in zip(generators, states, strict=True):
+        module.set_rng_state(state, *place)

@@ -87,28 +87,6 @@ def noise(key: NoiseKey, step: int, first: int, end: int, device: torch.device) 
     return _normals(counters, step, key).view(-1)[offset : offset + end - first]
 
 
-def noise_of_rows(key: NoiseKey, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the normal noise of some rows of a parameter, with the bits of :func:`noise`.
-
-    Args:
-        key: of the parameter.
-        step: number of the step, from 0 on.
-        rows: int64, shape (N,), numbers of the rows; the noise is drawn on its device.
-        width: elements of a row.
-
-    Returns:
-        float32, shape (N, width).
-    """
-    within = torch.arange(width // (1 if width % _WORDS else _WORDS), device=rows.device)
-    if width % _WORDS == 0:
-        counters = rows[:, None] * (width // _WORDS) + within
-        return _normals(counters.view(-1), step, key).view(rows.numel(), width)
-    elements = (rows[:, None] * width + within).view(-1)
-    drawn = _normals(elements // _WORDS, step, key)
-    chosen = torch.gather(drawn, 1, (elements % _WORDS)[:, None])
-    return chosen.view(rows.numel(), width)
-
-
 def _normals(counters: torch.Tensor, step: int, key: NoiseKey) -> torch.Tensor:
     """Return the four normals of each counter: float32, shape (N, 4)."""
     low, high = counters & _WORD, counters >> 32

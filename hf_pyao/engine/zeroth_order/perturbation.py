@@ -75,7 +75,6 @@ def perturbed(
     key: NoiseKey,
     step: int,
     scale: float,
-    out: torch.Tensor | None = None,
     *,
     first_element: int = 0,
     draw: Draw = noise,
@@ -90,17 +89,17 @@ def perturbed(
         key: of the parameter's noise.
         step: number of the step.
         scale: epsilon, with the pass's sign.
-        out: contiguous, of the weight's shape and dtype; None: a new tensor.
         first_element: the parameter's element that *weight* begins with.
         draw: gives the noise.
+
+    Returns:
+        A new contiguous tensor.
     """
-    if out is None:
-        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    source = weight if weight.is_contiguous() else weight.contiguous()
-    for first, end in _chunks(weight.numel()):
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    source = weight.contiguous()
+    for first, end in chunks(weight.numel()):
         z = draw(key, step, first_element + first, first_element + end, weight.device).mul_(scale)
-        part = source.view(-1)[first:end]
-        out.view(-1)[first:end] = part.to(_wide(weight.dtype)) + z
+        out.view(-1)[first:end] = source.view(-1)[first:end].to(_wide(weight.dtype)) + z
     return out
 
 
@@ -111,7 +110,6 @@ def update(
     *,
     momentum: float = 0.0,
     state: torch.Tensor | None = None,
-    first_element: int = 0,
     draw: Draw = noise,
 ) -> None:
     """Change *weight* in place by the update of *past*.
@@ -126,74 +124,28 @@ def update(
         momentum: factor of *state*.
         state: float32, contiguous, of the weight's number of elements, on its device; changed in
             place. None: no momentum.
-        first_element: the parameter's element that *weight* begins with.
         draw: gives the noise.
     """
-    target = weight if weight.is_contiguous() else weight.contiguous()
-    for first, end in _chunks(weight.numel()):
-        z = draw(key, past.step, first_element + first, first_element + end, weight.device)
-        part = None if state is None else state.view(-1)[first:end]
-        _move(target.view(-1)[first:end], z, past, momentum, part)
+    target = weight.contiguous()
+    for first, end in chunks(weight.numel()):
+        z = draw(key, past.step, first, end, weight.device)
+        if state is None:
+            change = z.mul_(past.learning_rate * past.gradient)
+        else:
+            part = state[first:end]
+            part.mul_(momentum).add_(z.mul_(past.gradient))
+            change = part * past.learning_rate
+        values = target.view(-1)[first:end]
+        values.copy_(values.to(_wide(values.dtype)) - change)
     if target is not weight:
         weight.copy_(target)
-
-
-def perturbed_rows(weight: torch.Tensor, z: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return what :func:`perturbed` gives for some rows of a parameter.
-
-    Args:
-        weight: the rows, shape (N, D).
-        z: their noise, float32, (N, D); it is used up.
-        scale: epsilon, with the pass's sign.
-    """
-    return (weight.to(_wide(weight.dtype)) + z.mul_(scale)).to(weight.dtype)
-
-
-def update_rows(
-    weight: torch.Tensor,
-    z: torch.Tensor,
-    past: PastStep,
-    *,
-    momentum: float = 0.0,
-    state: torch.Tensor | None = None,
-) -> None:
-    """Change some rows of a parameter, (N, D), in place as :func:`update` does.
-
-    Args:
-        weight: the rows.
-        z: their noise in the step, float32, (N, D); it is used up.
-        past: the step.
-        momentum: factor of *state*.
-        state: float32, (N, D); None without momentum.
-    """
-    _move(weight, z, past, momentum, state)
-
-
-def _move(
-    values: torch.Tensor,
-    z: torch.Tensor,
-    past: PastStep,
-    momentum: float,
-    state: torch.Tensor | None,
-) -> None:
-    """Update *values* in place; *z*, their noise, is used up."""
-    if state is None:
-        change = z.mul_(past.learning_rate * past.gradient)
-    else:
-        state.mul_(momentum).add_(z.mul_(past.gradient))
-        change = state * past.learning_rate
-    values.copy_(values.to(_wide(values.dtype)) - change)
-
-
-def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
-    """Return the projected gradient of the two losses, in double precision."""
-    return (plus - minus) / (2.0 * epsilon)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chunks(numel: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, numel, CHUNK_ELEMENTS):
-        yield first, min(first + CHUNK_ELEMENTS, numel)
+def chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+    """Yield first element and the one behind the last of the parts that are drawn at a time."""
+    for first in range(0, num_elements, CHUNK_ELEMENTS):
+        yield first, min(first + CHUNK_ELEMENTS, num_elements)

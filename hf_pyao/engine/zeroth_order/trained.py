@@ -1,50 +1,39 @@
-"""The trained weights of one model, and the steps that each of them is still to be updated by."""
+"""The trained weights of one model: the step that each is still to be updated by, and their blocks.
+
+With momentum the float32 momentum of each trained weight travels behind the weights. Blocks of a
+``transfer_dtype`` travel as [Note: Fewer bytes] says: up go weights in int8, back comes noise.
+
+=====  =======================================================================
+host   weights, momentum; with a ``transfer_dtype`` what crosses the link, too
+slot   weights, momentum; or weights in int8, and the noise of one step in int8
+=====  =======================================================================
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.weights.blocks import Block, Weight
+from hf_pyao.engine.weights.device_block import DeviceBlock
+from hf_pyao.engine.weights.host_bytes import aligned
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.zeroth_order import int8_transfer
-from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
+from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
 from hf_pyao.engine.zeroth_order.perturbation import (
-    CHUNK_ELEMENTS,
     Draw,
     PastStep,
     ZerothOrderSettings,
+    chunks,
     perturbed,
-    perturbed_rows,
     update,
-    update_rows,
 )
 
-
-class TrainedPart:
-    """Elements of one parameter that are updated together: all of them, or some rows.
-
-    Args:
-        key: of the parameter's noise.
-        first: the first element, in the order of a contiguous tensor.
-        num_elements: how many there are.
-        num_applied: how many steps they have been updated by.
-    """
-
-    __slots__ = ("first", "key", "num_applied", "num_elements", "state")
-
-    def __init__(self, key: NoiseKey, first: int, num_elements: int, num_applied: int) -> None:
-        self.key = key
-        self.first = first
-        self.num_elements = num_elements
-        self.num_applied = num_applied
-        self.state: torch.Tensor | None = None
-        """The momentum, float32, shape (num_elements,), where the weight lives; None without
-        momentum, and before it is given memory."""
-
-    def give_state(self, state: torch.Tensor) -> None:
-        """Let the momentum be *state*, as the attribute."""
-        self.state = state
+_STATE_BYTES = 4
+"""Of an element of momentum."""
 
 
 class TrainedWeight:
@@ -54,75 +43,45 @@ class TrainedWeight:
         name: its first name in the model.
         parameter: held weakly.
         seed: of the noise.
-        num_applied: how many steps it has been updated by.
     """
 
-    def __init__(self, name: str, parameter: torch.Tensor, seed: int, num_applied: int) -> None:
+    def __init__(self, name: str, parameter: torch.Tensor, seed: int) -> None:
         self.name = name
         self.ref = weakref.ref(parameter)
         self.key = NoiseKey.of(seed, name)
         self.num_elements = parameter.numel()
-        self.parts = [TrainedPart(self.key, 0, self.num_elements, num_applied)]
-
-    def divide(self, firsts: Sequence[int]) -> None:
-        """Update the elements from each of *firsts* up to the next one by themselves."""
-        ends = [*firsts[1:], self.num_elements]
-        num_applied = self.parts[0].num_applied
-        self.parts = [
-            TrainedPart(self.key, first, end - first, num_applied)
-            for first, end in zip(firsts, ends, strict=True)
-        ]
-
-    def part_from(self, first: int) -> TrainedPart:
-        """Return the part that begins with element *first*."""
-        return next(part for part in self.parts if part.first == first)
+        self.num_applied = 0
+        """How many steps it has been updated by."""
+        self.state: torch.Tensor | None = None
+        """The momentum, float32, (num_elements,), where the weight lives; None without momentum,
+        and before it is given memory."""
 
 
 class TrainedWeights:
-    """All trained weights of a model, and the past steps.
+    """All trained weights of a model, and the last step.
 
-    A weight is updated when it is read next. So a step that is over is kept until every weight has
-    been updated by it.
+    A weight is updated when it is read next. So the last step is kept until the next one is over,
+    by when every weight has been updated by it.
 
     Args:
         parameters: name and parameter; each parameter once.
         settings: scale, momentum and seed.
-        num_steps: steps that were made before, by a run that is resumed.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, torch.Tensor]],
-        settings: ZerothOrderSettings,
-        num_steps: int = 0,
+        self, parameters: Iterable[tuple[str, torch.Tensor]], settings: ZerothOrderSettings
     ) -> None:
         self.settings = settings
-        self.is_packed = settings.transfer_dtype is not None
-        """Whether weights and noise cross the link in int8."""
-        self._past: tuple[int, tuple[PastStep | None, ...]] = (num_steps, ())
-        """Number of the oldest step that is kept, and the steps from there on; exchanged as one,
-        so that an interrupt finds both or neither."""
-        self.weights = [
-            TrainedWeight(name, each, settings.seed, num_steps) for name, each in parameters
-        ]
+        self._steps: tuple[int, PastStep | None] = (0, None)
+        """How many steps are over, and the last one that changes weights; exchanged as one, so that
+        an interrupt finds both or neither."""
+        self.weights = [TrainedWeight(name, each, settings.seed) for name, each in parameters]
         self._by_id = {id(each.ref()): each for each in self.weights}
 
     @property
     def num_steps(self) -> int:
         """Steps that are over: the number of the step that runs."""
-        first, kept = self._past
-        return first + len(kept)
-
-    @property
-    def num_kept(self) -> int:
-        """Steps that are over and kept: some weight is still to be updated by the oldest."""
-        return len(self._past[1])
-
-    @property
-    def parts(self) -> Iterator[TrainedPart]:
-        """The parts of all weights."""
-        for weight in self.weights:
-            yield from weight.parts
+        return self._steps[0]
 
     def of(self, parameter: object) -> TrainedWeight | None:
         """Return what is known of *parameter*; None if it is not trained."""
@@ -130,130 +89,185 @@ class TrainedWeights:
         return weight if weight is not None and weight.ref() is parameter else None
 
     def end_step(self, past: PastStep | None) -> None:
-        """Note the step that is over. None: nothing changes by it."""
-        first, kept = self._past
-        kept = (*kept, past)
-        oldest = min((part.num_applied for part in self.parts), default=first + len(kept))
-        if oldest > first:
-            first, kept = oldest, kept[oldest - first :]
-        self._past = first, kept
+        """Note the step that is over; None: nothing changes by it.
+
+        No weight may be behind the one before, unless *past* is None.
+        """
+        number, last = self._steps
+        self._steps = number + 1, past or last
 
     def start_at(self, num_steps: int) -> None:
-        """Go on from step *num_steps*; no step may be left to apply."""
-        assert not any(map(self.is_behind, self.parts))
-        self._past = num_steps, ()
-        for part in self.parts:
-            part.num_applied = num_steps
+        """Go on from step *num_steps*; no weight may be behind."""
+        self._steps = num_steps, None
+        for weight in self.weights:
+            weight.num_applied = num_steps
 
-    def is_behind(self, part: TrainedPart, least: int = 1) -> bool:
-        """Say whether *part* is still to be updated by *least* steps or more."""
-        return len(self._steps_for(part)) >= least
-
-    def _steps_for(self, part: TrainedPart) -> list[PastStep]:
-        first, kept = self._past
-        return [past for past in kept[part.num_applied - first :] if past is not None]
+    def is_behind(self, weight: TrainedWeight) -> bool:
+        """Say whether *weight* is still to be updated."""
+        _, last = self._steps
+        return last is not None and weight.num_applied <= last.step
 
     def draw(
         self, key: NoiseKey, step: int, first: int, end: int, device: torch.device
     ) -> torch.Tensor:
         """Return the noise of elements *first* to *end* in *step*, a new float32 tensor."""
         z = noise(key, step, first, end, device)
-        return int8_transfer.rounded_noise(z) if self.is_packed else z
+        return z if self.settings.transfer_dtype is None else int8_transfer.rounded_noise(z)
 
-    def _draw_rows(self, key: NoiseKey, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-        z = torch.empty((rows.numel(), width), dtype=torch.float32, device=rows.device)
-        most = max(1, CHUNK_ELEMENTS // width)
-        for first in range(0, rows.numel(), most):
-            z[first : first + most] = noise_of_rows(key, step, rows[first : first + most], width)
-        return int8_transfer.rounded_noise(z) if self.is_packed else z
-
-    def catch_up(
-        self,
-        part: TrainedPart,
-        data: torch.Tensor,
-        state: torch.Tensor | None,
-        draw: Draw | None = None,
-    ) -> Callable[[], None] | None:
-        """Update *data*, the bits of *part* on any device, by the steps that it has not seen.
-
-        Nothing else changes until the function is called that this returns: whoever fails before
-        that puts *data* and *state* back, and calls this again later. It may be called twice.
-
-        Args:
-            part: what *data* is of.
-            data: changed in place.
-            state: the momentum beside it, float32, changed in place; None without momentum.
-            draw: gives the noise; None: :meth:`draw`.
-
-        Returns:
-            What notes that the part was updated; None if *data* has not changed.
-        """
-        steps = self._steps_for(part)
-        num_steps = self.num_steps
-        if not steps:
-            part.num_applied = num_steps
-            return None
-        momentum = self.settings.momentum
-        assert bool(momentum) == (state is not None)
-        for past in steps:
-            update(
-                data,
-                part.key,
-                past,
-                momentum=momentum,
-                state=state,
-                first_element=part.first,
-                draw=draw or self.draw,
-            )
-
-        def note() -> None:
-            part.num_applied = num_steps
-
-        return note
-
-    def catch_up_rows(
-        self,
-        part: TrainedPart,
-        rows: torch.Tensor,
-        data: torch.Tensor,
-        state: torch.Tensor | None,
-    ) -> None:
-        """Update *data*, a copy of some rows of *part*, by the steps that the part has not seen.
-
-        Args:
-            part: rows of a parameter; it stays as it is.
-            rows: int64, shape (N,), the rows' numbers in the parameter, on the device of *data*.
-            data: shape (N, D), changed in place.
-            state: the momentum of these rows, shape (N, D), changed in place; None without it.
-        """
-        for past in self._steps_for(part):
-            z = self._draw_rows(part.key, past.step, rows, data.shape[1])
-            update_rows(data, z, past, momentum=self.settings.momentum, state=state)
-
-    def perturbed(
+    def update(
         self,
         weight: TrainedWeight,
         data: torch.Tensor,
-        sign: int,
-        first: int = 0,
+        state: torch.Tensor | None,
         draw: Draw | None = None,
-    ) -> torch.Tensor:
-        """Return *data*, bits of *weight*, perturbed for the pass of *sign* in this step.
+    ) -> None:
+        """Update *data*, the bits of *weight*, and *state*, its momentum, by the last step.
+
+        The weight is still behind, until :meth:`note_updated` is called. *draw* gives the noise;
+        None: :meth:`draw`.
+        """
+        _, last = self._steps
+        assert last is not None
+        momentum = self.settings.momentum
+        update(data, weight.key, last, momentum=momentum, state=state, draw=draw or self.draw)
+
+    def perturbed(self, weight: TrainedWeight, data: torch.Tensor, sign: int) -> torch.Tensor:
+        """Return *data*, bits of *weight* on the device, perturbed for the pass of *sign*."""
+        scale = sign * self.settings.epsilon
+        return perturbed(data, weight.key, self.num_steps, scale, draw=self.draw)
+
+    def note_updated(self, weight: TrainedWeight) -> None:
+        """Note that *weight* is not behind any more."""
+        weight.num_applied = self.num_steps
+
+    def give_state(self, weight: TrainedWeight, state: torch.Tensor | None) -> None:
+        """Let the momentum of *weight* be *state*."""
+        weight.state = state
+
+
+class TrainedBlock(Block):
+    """The weights of a layer, which come to the device together and go back if they are trained.
+
+    Args:
+        index: its number among the blocks, in forward order.
+        masters: the weights on the host.
+        trained: all trained weights of the model.
+    """
+
+    def __init__(self, index: int, masters: Masters, trained: TrainedWeights) -> None:
+        super().__init__(index, masters)
+        self._all_trained = trained
+        found = [(weight, trained.of(weight.ref())) for weight in self.weights]
+        self.trained = [(weight, known) for weight, known in found if known is not None]
+        self.is_packed = trained.settings.transfer_dtype is not None
+        self.noise_step: int | None = None
+        """The step whose noise is on the host, or on its way there; None: there is none."""
+        self._states: dict[Weight, int] = {}
+        """By trained weight, the first byte of its momentum, on the host and in a slot."""
+        end = aligned(masters.nbytes)
+        for weight, known in self.trained if trained.settings.momentum else ():
+            self._states[weight] = end
+            end += aligned(_STATE_BYTES * known.num_elements)
+        self.nbytes = self.host_nbytes = self._packed_from = end
+        self._packed: dict[Weight, int] = {}
+        """By weight, its first byte in int8, and that of its noise, among what crosses the link."""
+        self._packed_nbytes = 0
+        if self.is_packed:
+            for weight in self.weights:
+                self._packed[weight] = self._packed_nbytes
+                self._packed_nbytes += aligned(
+                    int8_transfer.packed_nbytes(weight.size, weight.dtype)
+                )
+            self.nbytes = self._packed_nbytes * (1 + bool(self.trained))
+            self.host_nbytes += self.nbytes
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Have the weights, and zeros for the momentum, in *memory*.
 
         Args:
-            weight: which one.
-            data: on the device; it keeps its bits.
-            sign: 1 or -1.
-            first: the weight's element that *data* begins with.
-            draw: gives the noise; None: :meth:`draw`.
+            memory: uint8, (:attr:`host_nbytes`,), on the host.
         """
-        scale = sign * self.settings.epsilon
-        draw = draw or self.draw
-        return perturbed(data, weight.key, self.num_steps, scale, first_element=first, draw=draw)
+        self._host = memory
+        self.masters.move_to(memory[: self.masters.nbytes])
+        memory[self.masters.nbytes :].zero_()
+        for weight, known in self.trained:
+            self._all_trained.give_state(known, self.state(weight))
 
-    def perturbed_rows(
-        self, weight: TrainedWeight, rows: torch.Tensor, data: torch.Tensor, sign: int
-    ) -> torch.Tensor:
-        """Return *data*, some rows of *weight*, perturbed; *rows* are their numbers."""
-        z = self._draw_rows(weight.key, self.num_steps, rows, data.shape[1])
-        return perturbed_rows(data, z, sign * self.settings.epsilon)
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what an upload copies: first byte in the slot, and uint8 bytes on the host."""
+        if self.is_packed:
+            yield 0, self._host[self._packed_from :][: self._packed_nbytes]
+        else:
+            yield 0, self._host
+
+    def pieces_back(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what goes back: first byte in the slot, and bytes on the host."""
+        if self.is_packed:
+            yield self._packed_nbytes, self._host[self._packed_from + self._packed_nbytes :]
+        elif len(self.trained) == len(self.weights):
+            yield 0, self._host
+        else:
+            for weight, _ in self.trained:
+                yield weight.offset, self._host[weight.offset :][: weight.nbytes]
+                if (state := self.state(weight)) is not None:
+                    yield self._states[weight], state.view(torch.uint8)
+
+    def state(self, weight: Weight, slot: DeviceBlock | None = None) -> torch.Tensor | None:
+        """Return the momentum of a trained weight, on the host or in *slot*; None without."""
+        if weight not in self._states:
+            return None
+        memory = self._host if slot is None else _bytes_of(slot)
+        nbytes = _STATE_BYTES * weight.size.numel()
+        return memory[self._states[weight] :][:nbytes].view(torch.float32)
+
+    def read(self, weight: Weight, slot: DeviceBlock) -> torch.Tensor:
+        """Return *weight* in its dtype: a view of *slot*, or a new tensor of what is packed."""
+        if not self.is_packed:
+            return slot.plain(weight)
+        return int8_transfer.unpack(
+            _bytes_of(slot)[self._packed[weight] :], weight.size, weight.dtype
+        )
+
+    # ---- with a transfer_dtype -----------------------------------------------------------------
+
+    def pack(self, *, also_frozen: bool) -> None:
+        """Write the weights to what crosses the link: those that are trained, or all."""
+        for weight in self.weights if also_frozen else [each for each, _ in self.trained]:
+            if (parameter := weight.ref()) is not None:
+                memory = self._host[self._packed_from + self._packed[weight] :]
+                int8_transfer.pack(parameter.detach(), memory)
+
+    def draw_noise(self, slot: DeviceBlock) -> None:
+        """Draw the noise of the step that runs into *slot*; call :meth:`note_noise` behind that."""
+        self.noise_step = None
+        step, memory = self._all_trained.num_steps, _bytes_of(slot)
+        for weight, known in self.trained:
+            codes = memory[self._packed_nbytes + self._packed[weight] :]
+            for first, end in chunks(known.num_elements):
+                z = self._all_trained.draw(known.key, step, first, end, slot.device)
+                int8_transfer.pack_noise(z, codes[first:end])
+
+    def note_noise(self) -> None:
+        """Note that the noise of the step that runs is on its way to the host."""
+        self.noise_step = self._all_trained.num_steps
+
+    def drawn(self, weight: Weight) -> Draw:
+        """Return what gives the noise of a trained weight as it has come to the host.
+
+        That of another step is drawn: it has the same bits.
+        """
+        codes = self._host[self._packed_from + self._packed_nbytes + self._packed[weight] :]
+
+        def draw(
+            key: NoiseKey, step: int, first: int, end: int, device: torch.device
+        ) -> torch.Tensor:
+            if step != self.noise_step:
+                return self._all_trained.draw(key, step, first, end, device)
+            return int8_transfer.unpack_noise(codes[first:end])
+
+        return draw
+
+
+def _bytes_of(slot: DeviceBlock) -> torch.Tensor:
+    return bytes_view(slot.storage, slot.device, 0, slot.storage.nbytes())

@@ -2,8 +2,7 @@
 
 [Note: Exchanged forwards] While a thread runs a training forward, calls of the head (and of a tied
 embedding) have to end with us. The module's ``forward`` is then a dispatcher that asks which thread
-is calling: one that has exchanged it gets its answer (both passes of zeroth order have), any other
-the module's own forward.
+is calling: one that has exchanged it gets its answer, any other the module's own forward.
 
 An interrupt may come between any two lines. Therefore each exchange is recorded before it is made.
 Taking back follows the record, and may be done twice. :meth:`ExchangedForwards.during` takes back

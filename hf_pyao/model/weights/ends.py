@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.utils import parametrize
 
-from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.model.weights.streamable import (
     ADAPTER,
     PARAMETRIZED,
@@ -90,48 +88,6 @@ def ends_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
         ),
         left_bytes=left,
     )
-
-
-def ends_by_rows(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
-) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:
-    """Return the weights of embeddings and head that can be read by rows, trained or frozen.
-
-    Args:
-        model: the whole model.
-        layers: qualified name and module; what they have is not looked at.
-
-    Returns:
-        Name and parameter of those that embeddings alone have, and of those that the head has.
-    """
-    inside = {id(module) for _, layer in layers for module in layer.modules()}
-    heads = {id(module) for module in _modules_of_heads(model)} - inside
-    embeddings = {
-        id(module)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.max_norm is None
-    } - inside
-    owners, adapters = owners_by_storage(model), parameters_of_adapters(model)
-    wrapped, seen = wrapped_by_peft(model), set[int]()
-    found: tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]] = ([], [])
-    for path, module in model.named_modules():
-        parameter = module._parameters.get("weight")
-        if id(module) not in heads | embeddings or parameter is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if id(parameter) in adapters or (id(module), "weight") in wrapped:
-            continue
-        is_plain = type(parameter) is Parameter and has_storage(parameter)
-        is_plain = is_plain and parameter.dtype.is_floating_point and parameter.dim() == 2
-        if not (is_plain and parameter.numel() and parameter.is_contiguous()):
-            continue
-        if parametrize.is_parametrized(module) or is_tied(parameter, owners, heads | embeddings):
-            continue
-        is_of_head = any(
-            each._parameters.get("weight") is parameter for each in _modules_of_heads(model)
-        )
-        found[is_of_head].append((f"{path}.weight" if path else "weight", parameter))
-    return found
 
 
 def _modules_of_heads(model: nn.Module) -> Iterator[nn.Module]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.engine.zeroth_order.noise import NoiseKey
 from hf_pyao.engine.zeroth_order.perturbation import (
@@ -18,18 +19,26 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     ZerothOrderSettings,
     perturbed,
 )
+from hf_pyao.engine.zeroth_order.trained import TrainedBlock, TrainedWeights
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.settings.removed import refuse_removed
 from hf_pyao.text import say
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-from hf_pyao.tools.zeroth_order.sizes import STATE_BYTES, BlockSize, Ends
 
 GB = 10**9
 _NUM_SLOTS = 2
+_LABELS = {
+    "slot_bytes": "two slots of the largest block",
+    "resident_bytes": "weights outside of layers",
+    "pass_bytes": "a pass: perturbed weights, noise, activations, loss",
+    "peak_bytes": "together",
+    "host_bytes": "weights (and what goes with them) on the host",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +51,13 @@ class ZerothOrderMemory:
     """Weights and buffers outside of layers: embeddings, head, norms."""
     pass_bytes: int
     """Most that one pass allocates: perturbed weights, noise, activations, logits and loss."""
-    waiting_bytes: int
-    """What the other pass holds meanwhile, between two layers."""
     host_bytes: int
     """Weights on the host."""
 
     @property
     def peak_bytes(self) -> int:
         """All of it; the allocator's rounding and CUDA's own memory come on top."""
-        parts = self.resident_bytes + self.pass_bytes + self.waiting_bytes
-        return _NUM_SLOTS * self.slot_bytes + parts
+        return _NUM_SLOTS * self.slot_bytes + self.resident_bytes + self.pass_bytes
 
 
 class _FakeReads:
@@ -60,26 +66,18 @@ class _FakeReads:
     Args:
         ledger: is told of the noise.
         in_layers: by ``id``, the parameters of layers.
-        noise_bytes: what drawing takes meanwhile.
-        choices: settings of zeroth order.
-        by_rows: by ``id``, weights that are read by rows.
+        settings: of zeroth order.
     """
 
     device = torch.device("cpu")
 
     def __init__(
-        self,
-        ledger: MemoryLedger,
-        in_layers: set[int],
-        noise_bytes: int,
-        choices: Choices,
-        by_rows: set[int],
+        self, ledger: MemoryLedger, in_layers: set[int], settings: ZerothOrderSettings
     ) -> None:
         self._ledger = ledger
         self._in_layers = in_layers
-        self._noise_bytes = noise_bytes
-        self._choices = choices
-        self._by_rows = by_rows
+        self._settings = settings
+        self._noise_bytes = _noise_bytes()
         self._given: dict[int, torch.Tensor] = {}
 
     def streams(self, parameter: object) -> bool:
@@ -92,76 +90,30 @@ class _FakeReads:
 
     def read(self, parameter: Any) -> Any:
         """Return a tensor like *parameter*."""
-        if parameter is None or id(parameter) in self._by_rows:
-            return parameter
-        given = self._given.get(id(parameter))
-        if given is None:
-            given = torch.empty_like(parameter)
-            share = min(1.0, parameter.numel() / CHUNK_ELEMENTS)
-            beside = int(share * self._noise_bytes)
-            if self.streams(parameter) and self._choices.transfer_dtype is not None:
+        if parameter is None or id(parameter) in self._given:
+            return self._given.get(id(parameter))
+        given = torch.empty_like(parameter)
+        beside = int(min(1.0, parameter.numel() / CHUNK_ELEMENTS) * self._noise_bytes)
+        if self.streams(parameter):
+            self._given[id(parameter)] = given
+            if self._settings.transfer_dtype is not None:
                 beside += parameter.nbytes  # the unpacked weight
-            elif not self.streams(parameter) and self._choices.momentum:
-                beside = max(beside, STATE_BYTES * parameter.numel())  # copies for the update
-            self._ledger.note((given,), beside)
-            if self.streams(parameter):
-                self._given[id(parameter)] = given
+        elif self._settings.momentum:
+            beside = max(beside, 4 * parameter.numel())  # copies for the update
+        self._ledger.note((given,), beside)
         return given
 
-    def end_layer(self) -> None:
+    def end_layer(self, *_: object) -> None:
         """Let go of what a layer has read."""
         self._given.clear()
 
 
-def noise_bytes() -> int:
+def _noise_bytes() -> int:
     """Return what perturbing a chunk of a weight allocates beside the result, counted on a CPU."""
-    weight = torch.zeros(CHUNK_ELEMENTS, dtype=torch.float16)
-    out, ledger = torch.empty_like(weight), MemoryLedger()
+    weight, ledger = torch.zeros(CHUNK_ELEMENTS, dtype=torch.float16), MemoryLedger()
     with torch.no_grad(), NotingMode(ledger):
-        perturbed(weight, NoiseKey(0, 0), 0, 1e-3, out)
-    return ledger.peak_bytes - weight.nbytes - out.nbytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """Settings of zeroth order that change its memory, by the names that they have there."""
-
-    momentum: float = 0.0
-    stream_embeddings: str = "off"
-    head_loss: str = "off"
-    transfer_dtype: str | None = None
-
-    @classmethod
-    def of(cls, given: Sequence[str]) -> Choices:
-        """Return what texts such as ``momentum=0.9`` choose.
-
-        Raises:
-            ConfigError: one is no setting, or has a value that it does not take.
-        """
-        known = {each.name: each for each in fields(cls)}
-        values: dict[str, Any] = {}
-        for text in given:
-            name, has_value, value = text.partition("=")
-            name = name.replace("-", "_")
-            if name not in known or not has_value:
-                raise unknown_name("setting of --zeroth-order", text, [f"{n}=..." for n in known])
-            values[name] = value
-        for name in ("stream_embeddings", "head_loss"):
-            allowed = {"stream_embeddings": ("on", "off"), "head_loss": ("off", "chunked")}[name]
-            if values.get(name, "off") not in allowed:
-                raise unknown_name(name, values[name], allowed)
-        if "momentum" in values:
-            try:
-                values["momentum"] = float(values["momentum"])
-            except ValueError:
-                raise ConfigError(
-                    f"momentum is {values['momentum']!r}; expected 0 <= momentum < 1.",
-                    key="setting-value",
-                ) from None
-        ZerothOrderSettings(
-            momentum=values.get("momentum", 0.0), transfer_dtype=values.get("transfer_dtype")
-        )
-        return cls(**values)
+        perturbed(weight, NoiseKey(0, 0), 0, 1e-3)
+    return ledger.peak_bytes - 2 * weight.nbytes
 
 
 def zeroth_order_memory(
@@ -169,7 +121,8 @@ def zeroth_order_memory(
     micro_batch: int = 1,
     sequence_length: int = 2048,
     dtype: str = "float16",
-    choices: Choices | None = None,
+    settings: ZerothOrderSettings | None = None,
+    head_loss: str = "off",
 ) -> ZerothOrderMemory:
     """Run a pass on fake tensors, and return what a step has on the device.
 
@@ -178,62 +131,64 @@ def zeroth_order_memory(
         micro_batch: samples.
         sequence_length: tokens of each.
         dtype: of weights and arithmetic.
-        choices: settings of zeroth order; None: the defaults.
+        settings: of zeroth order; None: the defaults.
+        head_loss: as for ``ZerothOrder``.
     """
-    choices = choices or Choices()
-    beside = noise_bytes()
+    settings = settings or ZerothOrderSettings()
     with FakeTraining(config=config, dtype=dtype).model() as (model, fake_mode):
-        found = find_layers(model).layers
-        layers = [layer for _, layer in found]
-        sizes = [BlockSize.of(layer, choices.momentum, choices.transfer_dtype) for layer in layers]
-        slot_bytes = max(size.slot_bytes for size in sizes)
-        in_layers = {id(p) for layer in layers for p in layer.parameters()}
-        streams = choices.stream_embeddings == "on"
-        ends = Ends(model, found if streams else None, slot_bytes, beside)
-        resident = [p for p in model.parameters() if id(p) not in in_layers | ends.ids]
+        layers = find_layers(model).layers
+        trained = TrainedWeights(model.named_parameters(), settings)
+        blocks = [
+            TrainedBlock(0, Masters(fqn, list(layer.named_parameters())), trained)
+            for fqn, layer in layers
+        ]
+        in_layers = {id(p) for _, layer in layers for p in layer.parameters()}
+        resident = [p for p in model.parameters() if id(p) not in in_layers]
         ledger = MemoryLedger()
         ledger.note([*resident, *model.buffers()])
-        resident_bytes, waiting = ledger.live_bytes, [0]
-        has_momentum = bool(choices.momentum)
-        reads = _FakeReads(ledger, in_layers, beside, choices, ends.ids)
-
-        def end_layer(*_: Any) -> None:
-            reads.end_layer()
-            waiting[0] = max(waiting[0], ledger.live_bytes - resident_bytes)
-
-        head_loss = install_head_loss(model, choices.head_loss, without_gradients=True)
-        with _reading(model, reads), ends.by_rows(ledger), torch.no_grad():
-            hooks = [layer.register_forward_hook(end_layer) for layer in layers]
+        resident_bytes = ledger.live_bytes
+        reads = _FakeReads(ledger, in_layers, settings)
+        with contextlib.ExitStack() as stack:
+            for module in model.modules():
+                put_on(module, reads)
+                stack.callback(take_off, module)
+            for _, layer in layers:
+                stack.callback(layer.register_forward_hook(reads.end_layer).remove)
+            stack.callback(install_head_loss(model, head_loss, without_gradients=True).uninstall)
             ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
-            with NotingMode(ledger, fake_mode):
+            with torch.no_grad(), NotingMode(ledger, fake_mode):
                 model(input_ids=ids, labels=ids)
-            for hook in hooks:
-                hook.remove()
-        head_loss.uninstall()
-        pass_bytes = ledger.peak_bytes - resident_bytes
-        if choices.head_loss == "chunked":
-            pass_bytes += ends.head_bytes  # put together on the device, where it visits
-        if has_momentum:
-            resident_bytes += sum(STATE_BYTES * p.numel() for p in resident)
+    state_bytes = 4 * sum(p.numel() for p in resident) * bool(settings.momentum)
     return ZerothOrderMemory(
-        slot_bytes=slot_bytes,
-        resident_bytes=resident_bytes,
-        pass_bytes=pass_bytes,
-        waiting_bytes=waiting[0],
-        host_bytes=sum(size.host_bytes for size in sizes) + ends.host_bytes(has_momentum),
+        slot_bytes=max(block.nbytes for block in blocks),
+        resident_bytes=resident_bytes + state_bytes,
+        pass_bytes=ledger.peak_bytes - resident_bytes,
+        host_bytes=sum(block.host_nbytes for block in blocks),
     )
 
 
-@contextmanager
-def _reading(model: nn.Module, reads: _FakeReads) -> Iterator[None]:
-    modules = [module for module in model.modules() if module._parameters]
-    for module in modules:
-        put_on(module, reads)
-    try:
-        yield
-    finally:
-        for module in modules:
-            take_off(module)
+def _chosen(given: Sequence[str]) -> tuple[ZerothOrderSettings, str]:
+    """Return the settings and the ``head_loss`` that texts such as ``momentum=0.9`` choose.
+
+    Raises:
+        ConfigError: one is no setting, or has a value that it does not take.
+    """
+    values: dict[str, Any] = {"momentum": 0.0, "transfer_dtype": None, "head_loss": "off"}
+    for text in given:
+        name, has_value, value = text.partition("=")
+        name = name.replace("-", "_")
+        refuse_removed(f"ZerothOrder.{name}", name, value)
+        if name not in values or not has_value:
+            raise unknown_name(
+                "setting of --zeroth-order", text, [f"{each}=..." for each in values]
+            )
+        values[name] = value
+    if values["head_loss"] not in ("off", "chunked"):
+        raise unknown_name("head_loss", values["head_loss"], ("off", "chunked"))
+    with contextlib.suppress(ValueError):  # refused below
+        values["momentum"] = float(values["momentum"])
+    head_loss = values.pop("head_loss")
+    return ZerothOrderSettings(**values), head_loss
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -242,44 +197,31 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    if args.lora is not None:
-        raise ConfigError(
-            "--lora is given, and --zeroth-order estimates all weights: drop it.",
-            key="settings-contradict",
-        )
-    if args.output is not None or args.step is not None:
-        raise ConfigError(
-            "--output and --step have no effect with --zeroth-order: drop them.",
-            key="setting-without-effect",
-        )
+    for name in ("lora", "output", "step"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name} has no effect with --zeroth-order, which estimates all weights: drop "
+                "it.",
+                key="setting-without-effect",
+            )
     spec = parse_model(args.model)
     config = config_of(spec)
     length = args.sequence_length or DEFAULT_LENGTH
     check_sequence_length(config, length)
     micro_batch = args.micro_batch or 1
-    choices = Choices.of(args.zeroth_order)
-    found = zeroth_order_memory(config, micro_batch, length, choices=choices)
+    settings, head_loss = _chosen(args.zeroth_order)
+    found = zeroth_order_memory(config, micro_batch, length, settings=settings, head_loss=head_loss)
     if args.json:
-        import json
-
-        values = {**asdict(found), "peak_bytes": found.peak_bytes, "dtype": "float16"}
-        values |= asdict(choices)
-        say(
-            json.dumps({"model": spec.name, "micro_batch": micro_batch, "tokens": length, **values})
-        )
+        asked = {"model": spec.name, "micro_batch": micro_batch, "tokens": length}
+        asked |= {"momentum": settings.momentum, "transfer_dtype": settings.transfer_dtype}
+        asked |= {"head_loss": head_loss, "dtype": "float16"}
+        say(json.dumps({**asked, **asdict(found), "peak_bytes": found.peak_bytes}))
         return 0
-    rows = (
-        ("two slots of the largest block", _NUM_SLOTS * found.slot_bytes),
-        ("weights outside of layers", found.resident_bytes),
-        ("a pass: perturbed weights, noise, activations, loss", found.pass_bytes),
-        ("the other pass, which waits", found.waiting_bytes),
-        ("together", found.peak_bytes),
-        ("weights (and what goes with them) on the host", found.host_bytes),
-    )
     given = "".join(f", {each}" for each in args.zeroth_order)
     size = f"{micro_batch} x {length} tokens"
     say(f"{spec.name}, zeroth order, float16{given}, {size}, GB (1e9 bytes)")
-    for name, nbytes in rows:
-        say(f"  {name:<52}{nbytes / GB:8.2f}")
+    for name, label in _LABELS.items():
+        factor = _NUM_SLOTS if name == "slot_bytes" else 1
+        say(f"  {label:<52}{factor * getattr(found, name) / GB:8.2f}")
     say("Not counted: what CUDA itself takes, and the allocator's rounding.")
     return 0

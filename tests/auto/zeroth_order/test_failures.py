@@ -15,7 +15,7 @@ from tests.helpers.interrupts import Interrupter, Line
 from tests.helpers.plain_mezo import PlainMeZO
 from tests.races.test_zeroth_order import EPSILON, RATE, Losses, words
 
-OPTIONS: dict[str, Any] = {"host_memory_gib": 0.01, "stream_embeddings": "on"}
+OPTIONS: dict[str, Any] = {"host_memory_gib": 0.01}
 
 
 class Failing(BlockingTransport):

@@ -137,8 +137,8 @@ def test_uploads_and_copies_back_are_counted() -> None:
         after = made.figures()
         assert after["num_offloads"] - before["num_offloads"] == (6 if number else 0)
     assert after["num_late_uploads"] == 0
-    # Each block once a step, and the first one for the step that comes.
-    assert after["num_uploads"] == 3 * 6 + 1
+    # Each block once a pass, and the first one for the step that comes.
+    assert after["num_uploads"] == 3 * 2 * 6 + 1
     of_weights = sum(each.nbytes for each in made.blocks[0].weights)
     assert 2 * 6 * of_weights <= after["offloaded_bytes"] <= 2 * 6 * per_block
     made.close()

@@ -559,7 +559,7 @@ def _(folder: Path) -> None:
 
     model = tiny_model("llama")
     with ZerothOrder(model) as order:
-        in_use = order._weights.visits.in_use
+        in_use = order.visits.in_use
         other = threading.Thread(target=in_use.acquire)
         other.start()
         other.join()
