@@ -276,22 +276,3 @@ def test_the_host_may_have_no_room_for_embeddings_and_head() -> None:
         assert_same(step(model, BATCH, offloader), expected)
         assert not ends_of(offloader)
         assert run_out(offloader) != ALL_STREAMED
-
-
-def test_ranks_take_the_least_number() -> None:
-    class Exchange:
-        num_ranks = 3
-        told: list[str]
-
-        def __init__(self, name: str) -> None:
-            self.told = []
-
-        def tell(self, text: str) -> None:
-            self.told.append(text)
-
-        def heard(self, *, wait_s: float) -> list[str]:
-            return ["4", *self.told, "2"]
-
-    with mock.patch.object(residency, "RankExchange", Exchange):
-        assert residency._least_of_all_ranks(3) == 2
-        assert residency._least_of_all_ranks(1) == 1

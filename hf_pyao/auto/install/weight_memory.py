@@ -78,25 +78,17 @@ class WeightMemory:
     def masters_of(
         self, layers: Sequence[StreamableLayer], streamed: Collection[int]
     ) -> dict[int, Masters]:
-        """Return the masters of the *streamed* layers; those that are held keep their memory."""
-        found: dict[int, Masters] = {}
-        for layer in sorted(streamed):
-            tensors = layers[layer].tensors
-            masters = found[layer] = Masters(
+        """Return the masters of the *streamed* layers: those that are held, or new ones."""
+        return {
+            layer: self.held.get(layer)
+            or Masters(
                 layers[layer].fqn,
-                tensors,
+                layers[layer].tensors,
                 home=self._homes[layer],
                 lie_in_order=self._is_for_disk(layer),
             )
-            held = self.held.get(layer)
-            if held is not None and held.has(tensors):
-                masters.go_on_from(held)
-        return found
-
-    def find_again(self, layers: Sequence[StreamableLayer]) -> dict[int, Masters]:
-        """Return the masters of the layers that are held, by their parameters of now."""
-        self.held = self.masters_of(layers, self.held)
-        return dict(self.held)
+            for layer in sorted(streamed)
+        }
 
     # ---- what goes where -----------------------------------------------------------------------
 
@@ -116,7 +108,7 @@ class WeightMemory:
     def check_room(
         self, label: str, of_layers: Mapping[int, Masters], of_ends: Sequence[Masters]
     ) -> None:
-        """Refuse weights for which there is no room; say what several copies of them come to.
+        """Refuse weights for which there is no room.
 
         Args:
             label: how messages call the setting.
@@ -140,8 +132,13 @@ class WeightMemory:
                 with_ends=bool(of_ends),
                 with_staging=bool(staging_bytes),
             )
+
+    def tell_of_copies(self, found: Sequence[Masters]) -> None:
+        """Say what the copies of *found* come to, of which each process of the node has one."""
         num_ranks, counted_by = ranks_of_node(os.environ)
-        nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
+        nbytes = sum(
+            each.nbytes for each in found if self._file_of(each) is None and not each.in_file
+        )
         if num_ranks > 1 and nbytes and process_rank().is_first:
             warn(
                 logger,
@@ -201,9 +198,9 @@ class WeightMemory:
             masters.move_to(memory, self._mapped_files.let_go)
         return True
 
-    def give_back(self, masters: Masters | None) -> None:
+    def give_back(self, masters: Masters) -> None:
         """Count the memory of *masters* no longer, whoever still reads it."""
-        if masters is not None and masters.memory is not None:
+        if masters.memory is not None:
             self._store.return_reserved(masters.memory)
 
     def _leave_in_place(self, masters: Masters) -> bool:
@@ -229,7 +226,7 @@ class WeightMemory:
         return True
 
     def move_off_device(
-        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool
+        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer]
     ) -> bool:
         """Let *masters* lie on the disk or have memory on the host; False if there is none.
 
@@ -237,12 +234,9 @@ class WeightMemory:
             layer: its position.
             masters: its weights.
             layers: all layers of the model, as they are now.
-            is_new: nothing is streamed yet.
         """
-        is_for_disk = self._is_for_disk(layer)
-        self.give_back(self.held.pop(layer, None))
-        is_taken = is_for_disk and self.disk.take(masters, layers, is_new=is_new)
-        if not is_taken and not self.take(masters):
+        is_on_disk = self._is_for_disk(layer) and self.disk.take(masters, layers)
+        if not is_on_disk and not self.take(masters):
             return False
         self.held[layer] = masters
         return True
@@ -256,7 +250,7 @@ class WeightMemory:
         chosen = [layer for layer in new if self._is_for_disk(layer)]
         for layer, masters in self.masters_of(layers, chosen).items():
             try:
-                if self.disk.take(masters, layers, is_new=True):
+                if self.disk.take(masters, layers):
                     self.held[layer] = masters
             except (ConfigError, DiskError) as error:
                 if not any(held.in_file is not None for held in self.held.values()):

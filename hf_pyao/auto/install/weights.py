@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.ends import HostEnds
+from hf_pyao.auto.install.links import pool_for
 from hf_pyao.auto.install.ring_on_model import RingOnModel
 from hf_pyao.auto.install.streaming_checks import (
     StreamingSettings,
@@ -22,21 +23,31 @@ from hf_pyao.auto.install.streaming_checks import (
     numbers_to_stream,
 )
 from hf_pyao.auto.install.weight_memory import WeightMemory
-from hf_pyao.config import GIB
+from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
 from hf_pyao.errors import ConfigError, warn
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.module_map import FoundLayers, find_layers
+from hf_pyao.model.weights.packed import FlattenedWeight, PackedWeight, move_state
 from hf_pyao.model.weights.places import move_others
-from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
 from hf_pyao.model.weights.streamable import (
     StreamableLayer,
     largest_block_bytes,
+    slot_bytes,
     streamable_layers,
+)
+from hf_pyao.plan.hardware.device_limit import DeviceLimit
+from hf_pyao.plan.weights.first_residents import (
+    FREE_SHARE,
+    device_bytes_of,
+    first_residents,
+    optimizer_bytes,
 )
 from hf_pyao.training_engines import compiled_part
 
@@ -91,7 +102,7 @@ class StreamedLayers:
             raise nothing_frozen(settings.label, num_resident, layers)
         self.least_resident = sum(not layer.tensors for layer in layers)
         """Layers that always stay, since nothing of them can be streamed."""
-        self._quantised: list[QuantisedWeight] = []
+        self._packed: list[PackedWeight] = []
         self.memory = WeightMemory(model, layers, link, device, settings)
         """Where the weights are."""
         self._wanted: int | None = num_resident
@@ -153,7 +164,7 @@ class StreamedLayers:
             return
         layers = self._streamable(model)
         for number, masters in self._masters.items():
-            if not self.memory.move_off_device(number, masters, layers, is_new=self.ring is None):
+            if not self.memory.move_off_device(number, masters, layers):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
@@ -165,6 +176,7 @@ class StreamedLayers:
                 "embeddings and head. Give stream_embeddings='off'.",
                 key="streaming-host-memory",
             )
+        self.memory.tell_of_copies([*self._masters.values(), *self._ends.masters])
         self._install(model, layers, engine)
 
     def ask_for(self, num_resident: int) -> None:
@@ -200,8 +212,8 @@ class StreamedLayers:
             return
         layers = self._streamable(model)
         streamed, held = numbers_to_stream(layers, wanted), self.memory.held
-        if self.device.type != "cpu":  # an object made of parts does not change its own device
-            fixed = [number for number in held if layers[number].flattened]
+        if self.device.type != "cpu":
+            fixed = [number for number in held if _is_fixed(layers[number])]
             streamed = sorted({*streamed, *fixed})
         if streamed == sorted(held) and not ends_leave:
             return
@@ -212,7 +224,7 @@ class StreamedLayers:
             self.memory.move_to_disk(layers, [each for each in streamed if each not in held])
             for number, masters in self.memory.masters_of(layers, streamed).items():
                 if masters.memory is None and not self.memory.move_off_device(
-                    number, masters, layers, is_new=self.ring is None
+                    number, masters, layers
                 ):
                     warn(
                         logger,
@@ -251,7 +263,7 @@ class StreamedLayers:
 
     def _follow(self) -> None:
         """Let quantised layers refer to their weights where they are now, tables and all."""
-        for weight in self._quantised:
+        for weight in self._packed:
             weight.follow()
             module, parameter = weight.module, weight.parameter
             if module is not None and parameter is not None and parameter.device == self.device:
@@ -267,16 +279,16 @@ class StreamedLayers:
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
     ) -> None:
         """Let layers find the weights that are held on the host, and move the rest."""
-        self._masters = self.memory.find_again(layers)
+        self._masters = dict(sorted(self.memory.held.items()))
         found = [layers[number] for number in self._masters]
         largest_bytes = largest_block_bytes(found)
-        self._quantised = [weight for layer in found for _, weight in layer.quantised]
+        self._packed = [weight for layer in found for _, weight in layer.packed]
         self.blocks, self.left_bytes = [], Counter()
         for layer, masters in zip(found, self._masters.values(), strict=True):
             self.blocks += blocks_of(masters, len(self.blocks), layer.groups(largest_bytes))
             self.left_bytes.update(layer.left_bytes)
         if self.ends_leave or self._ends_may_leave:
-            self._ends.install(model, weakly(self._before_forward, None))
+            self._ends.install(model, self._living_layers(), weakly(self._before_forward, None))
         self._on_layers.install(
             model,
             self.blocks,
@@ -376,3 +388,129 @@ class StreamedLayers:
         if left:
             sentence += f"; of these layers stay on the device: {gib_by_reason(left)}"
         return sentence
+
+
+def _is_fixed(layer: StreamableLayer) -> bool:
+    """Say whether *layer* has an object made of parts, which does not change its own device."""
+    return any(isinstance(weight, FlattenedWeight) for _, weight in layer.packed)
+
+
+def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bool = False) -> None:
+    """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
+
+    For whoever prepares data, or moves the model, before it is attached.
+
+    Args:
+        model: on whatever device.
+        config: what is asked for.
+        will_be_frozen: all its parameters will be, since adapters are yet to be added.
+
+    Raises:
+        ConfigError: as :class:`StreamedLayers`.
+        ConflictError: as :class:`StreamedLayers`.
+        NoLayersFoundError: no layers were found.
+    """
+    if config.stream_weights == "off":
+        return
+    settings = StreamingSettings.of(config)
+    found = find_layers(model, config.layers)
+    is_auto, device = settings.value == "auto", torch.device("cpu")
+    number = len(found.layers) if is_auto else int(settings.value)
+    transport = BlockingTransport()
+    link = LinkContext(transport, pool_for(config.host_memory_gib, transport, device), None)
+    ends_leave = settings.embeddings == "on" and not is_auto
+    trained = [each for each in model.parameters() if will_be_frozen and each.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        StreamedLayers(model, found, number, settings, link, device, ends_leave=ends_leave)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def streaming_of(
+    model: nn.Module,
+    found: FoundLayers,
+    settings: StreamingSettings,
+    link: LinkContext,
+    device: torch.device,
+    limit: DeviceLimit | None = None,
+) -> StreamedLayers | None:
+    """Return what streams the weights that ``PyAOConfig.stream_weights`` asks for; None for none.
+
+    Args:
+        model: the whole model, on the host or on the device.
+        found: its layers.
+        settings: how many layers stay.
+        link: transport and host memory.
+        device: where compute runs.
+        limit: memory of the device; None: it is not known.
+
+    Raises:
+        ConfigError: as :class:`StreamedLayers`, or ``"auto"`` where no limit is known.
+        ConflictError: as :class:`StreamedLayers`.
+    """
+    stream_weights, label = settings.value, settings.label
+    if stream_weights == "off":
+        return None
+    if stream_weights == "auto" and limit is None and device.type != "cpu":
+        raise ConfigError(
+            f"{label} is 'auto', and how much memory {device} has is not known. Give "
+            f"device_memory_gib, or for {label} a number of layers that stay, such as 0.",
+            key="device-memory-unknown",
+        )
+    ends_leave = settings.embeddings == "on"
+    if limit is not None:
+        stream_weights, fits = _at_first(model, found, stream_weights, limit)
+        ends_leave |= settings.embeddings == "auto" and not fits
+    elif stream_weights == "auto" and not ends_leave:
+        return None  # everything fits: the device is the host
+    elif stream_weights == "auto":
+        stream_weights = len(found.layers)
+    assert isinstance(stream_weights, int)
+    streamed = StreamedLayers(
+        model, found, stream_weights, settings, link, device, ends_leave=ends_leave
+    )
+    stay = streamed.num_resident - streamed.least_resident
+    on_disk = streamed.memory.disk.placed
+    if settings.value == "auto" and stay and on_disk is not None:
+        warn(
+            logger,
+            "weights-keep-places",
+            "%s is 'auto', and the weights of %d layers lie on the disk: those of %d others stay "
+            "on the device for as long as the model is attached, since layers keep their places "
+            "then. If memory runs out, give %s=0.",
+            label,
+            len(on_disk.layers),
+            stay,
+            label,
+        )
+    return streamed
+
+
+def _at_first(
+    model: nn.Module, found: FoundLayers, stream_weights: int | str, limit: DeviceLimit
+) -> tuple[int, bool]:
+    """Return how many layers stay until the first batch is known, and whether the device has room.
+
+    A number that was given stays.
+    """
+    parameters = list(model.parameters())
+    layers = streamable_layers(model, found.layers)
+    sizes = [layer.nbytes for layer in layers]
+    all_bytes = sum(map(_dense_bytes, (*parameters, *model.buffers())))
+    gradient_bytes = sum(_dense_bytes(each) for each in parameters if each.requires_grad)
+    other_bytes = all_bytes - sum(sizes) + gradient_bytes + optimizer_bytes(parameters)
+
+    def largest_bytes(streamed: Sequence[int]) -> int:
+        return slot_bytes([layers[number] for number in streamed])
+
+    if not isinstance(stream_weights, int):
+        stream_weights = first_residents(sizes, other_bytes, limit.nbytes, largest_bytes)
+    needed_bytes = device_bytes_of(sizes, stream_weights, largest_bytes) + other_bytes
+    return stream_weights, needed_bytes <= (1 - FREE_SHARE) * limit.nbytes
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if has_storage(tensor) else 0

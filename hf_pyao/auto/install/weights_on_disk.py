@@ -10,15 +10,13 @@ from pathlib import Path
 import torch
 
 from hf_pyao.config import GIB
-from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores import Store
-from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
+from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, file_of_blocks
 from hf_pyao.engine.stores.disk_figures import speed
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.private_mapping import tells_writes
-from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
@@ -107,16 +105,15 @@ class WeightsOnDisk:
         """Speed of the disk while weights were read so far, in GiB/s; None: none were."""
         return speed(self.reader.read_bytes, self.reader.read_ms)
 
-    def take(self, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool) -> bool:
+    def take(self, masters: Masters, layers: Sequence[StreamableLayer]) -> bool:
         """Let *masters* be read from the file; make it if there is none yet.
 
         Args:
             masters: weights of a layer, which lie in order.
             layers: all layers of the model, as they are now.
-            is_new: the weights are as they were when the file was made, or it is made now.
 
         Returns:
-            False if the file has other bytes than the weights have now.
+            False if the file has no such block.
 
         Raises:
             ConfigError: the host has no room for what is read ahead.
@@ -127,11 +124,8 @@ class WeightsOnDisk:
         file = self._file
         if file is None:
             file = self._make(layers)
-            is_new = True
         place = self._places.get(masters.layer)
         if place is None or place.nbytes != masters.nbytes:
-            return False
-        if not is_new and not _has_content(place, masters.content(self._let_go)):
             return False
         masters.stay_in(WeightsInFile(file, place))
         return True
@@ -189,7 +183,3 @@ class WeightsOnDisk:
             )
         self._file = file
         return file
-
-
-def _has_content(place: BlockPlace, content: torch.Tensor) -> bool:
-    return place.checksums == tuple(map(checksum, chunks_of(raw_bytes(content))))

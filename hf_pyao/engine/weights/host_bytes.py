@@ -87,10 +87,6 @@ class HostBytes:
             return self.memory
         return same
 
-    def go_on_from(self, held: HostBytes) -> None:
-        """Have the memory of *held*, which has the same weights."""
-        self.memory, self._twin = held.memory, held._twin
-
 
 def _may_differ(memory: torch.Tensor) -> bool:
     """Say whether this process may have written to a private mapping."""

@@ -57,22 +57,6 @@ class Masters(HostBytes):
         )
         """Bytes that the parameters took on the host before they were moved here."""
 
-    def go_on_from(self, held: HostBytes) -> None:
-        """Have the memory of *held*, which has the same weights."""
-        super().go_on_from(held)
-        assert isinstance(held, Masters)
-        self.in_file = held.in_file
-
-    def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Say whether these are the layer's weights, in this memory."""
-        if self.memory is None or len(parameters) != len(self.masters):
-            return False
-        key = self.memory.untyped_storage()._cdata
-        return all(
-            master.ref() is parameter and parameter.untyped_storage()._cdata == key
-            for master, (_, parameter) in zip(self.masters, parameters, strict=True)
-        )
-
     def move_to(
         self, memory: torch.Tensor, let_go: Callable[[torch.Tensor], None] = lambda _: None
     ) -> None:

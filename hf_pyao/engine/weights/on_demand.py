@@ -1,15 +1,23 @@
 """Weights outside of the layers that are uploaded when they are read: embeddings and the head.
 
-Their memory on the host is that of streamed layers (``masters.py``), and so are their places in the
-modules' tables (``tables.py``). No slot is kept for them: between two reads they take no memory of
-the device. See [Note: Reading on demand] in ``host_weight.py``.
+Their memory on the host is that of streamed layers (``masters.py``). Between two reads they take no
+memory of the device.
 
-- Rows of an embedding: the ids are read on the host, which waits for the device once. Each row
-  that occurs is gathered into page-locked memory and uploaded. The look-up runs on the device, over
-  these rows. A frozen embedding saves nothing for backward.
-- A whole weight: uploaded into memory of its own. What autograd saves of it becomes a block and a
-  layout, and is uploaded again in backward, where it lives as long as the node that reads it.
-  :meth:`WeightsOnDemand.held` keeps it over several reads, as those of a loss in chunks.
+[Note: Reading on demand]
+Modules keep their parameters, on the host. While the model's forward runs, and no layer of it, a
+mode of torch's sees each function that gets such a parameter:
+
+- ``F.embedding`` reads a few rows. The ids are read on the host, which waits for the device once.
+  Each row that occurs is gathered into page-locked memory and uploaded. The look-up runs on the
+  device, over these rows. A frozen embedding saves nothing for backward.
+- What needs no element (shape, dtype) is answered by the parameter, and its device is the compute
+  device.
+- Any other function gets the whole weight, in memory of its own that is let go when the function
+  returns. What autograd saves of it becomes a block and a layout, and is uploaded again in
+  backward, where it lives as long as the node that reads it. :meth:`WeightsOnDemand.held` keeps it
+  over several reads, as those of a loss in chunks.
+
+So code that reads another module's weight (DoRA), or multiplies with an embedding's, is served too.
 """
 
 from __future__ import annotations
@@ -17,13 +25,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from hf_pyao.engine.stores.store import Store
@@ -35,28 +44,22 @@ from hf_pyao.engine.weights.checkpointed import weights_kept_from_graphs
 from hf_pyao.engine.weights.device_block import DeviceBlock
 from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
 from hf_pyao.engine.weights.figures import OnDemandFigures
-from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.weights.places import Place
 from hf_pyao.engine.weights.staging import Staging
 from hf_pyao.engine.weights.unrecorded import unrecorded
 
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+"""Attributes of a tensor that are views of it; others but its device need no element."""
+_PLACES = frozenset({"device", "is_cpu", "is_cuda", "is_xpu", "get_device"})
+_METADATA = frozenset(
+    "__hash__ __len__ __repr__ __set__ dim element_size is_complex is_conj is_contiguous "
+    "is_floating_point is_inference is_neg is_signed numel size stride storage_offset".split()
+)
+"""Functions that need no element."""
 
 
-class _Here(threading.local):
-    """State of the calling thread."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        """Forwards of the model, or of parts of it, that run."""
-        self.held: dict[int, DeviceWeight] = {}
-        """Weights that are kept on the device over several reads, by the weight's id."""
-        self.to_hold: frozenset[int] = frozenset()
-        """Weights that are to be kept once they are read."""
-
-
-class WeightsOnDemand:
+class WeightsOnDemand(TorchFunctionMode):
     """Reads weights on the host in forwards of the model; none, until :meth:`take`.
 
     Args:
@@ -73,6 +76,7 @@ class WeightsOnDemand:
         on_forward: Callable[[], None] = lambda: None,
         counts: OnDemandFigures | None = None,
     ) -> None:
+        super().__init__()
         self.device = device
         self.blocks: tuple[Block, ...] = ()
         """One for each parameter."""
@@ -87,9 +91,7 @@ class WeightsOnDemand:
         self._times = LinkTimes()
         """Of rows: what the uploads took, and compute's waits for them."""
         self._on_forward = on_forward
-        self._stand_ins: dict[int, HostWeight] = {}
         self._layouts = Layouts()
-        self._here = _Here()
         self._lock = threading.RLock()
 
     def take(self, masters: Sequence[Masters]) -> None:
@@ -102,98 +104,114 @@ class WeightsOnDemand:
         ]
         self._weights = weights_by_parameter(self.blocks)
 
-    # ---- what the model sees -------------------------------------------------------------------
-
-    def streams(self, parameter: object) -> bool:
-        """Say whether *parameter* is read on demand."""
-        return self.weight_of(parameter) is not None
-
     def weight_of(self, parameter: object) -> Weight | None:
         """Return what is known of *parameter*; None if it is not read on demand."""
         weight = self._weights.get(id(parameter))
         return weight if weight is not None and weight.ref() is parameter else None
 
-    def read(self, parameter: Parameter | None) -> torch.Tensor | None:
-        """Return what a module's attribute gives where *parameter* is in its table.
-
-        In a forward of the model: what stands for the weight on the device. Elsewhere the parameter
-        itself.
-        """
-        weight, here = self.weight_of(parameter), self._here
-        if weight is None:
-            return parameter
-        if id(weight) in here.to_hold:
-            return self._hold(weight)
-        return self._stand_in(weight) if here.depth else parameter
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether *tensor* is what a look-up has given; it knows its parameter itself."""
-        return False
+    # ---- forwards ------------------------------------------------------------------------------
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return what *call* does, which is a forward of the model or of a part of it."""
-        here, has_gradients = self._here, torch.is_grad_enabled()
-        before = here.depth
+        if any(each is self for each in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+            return call()
+        has_gradients = torch.is_grad_enabled()
         try:
-            here.depth = before + 1
-            if self.blocks and not before:
+            if self.blocks:
                 for block in self.blocks:
                     block.masters.refuse_thawed()
                 self._on_forward()
-            return call()
+            with self:
+                return call()
         except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
             torch.set_grad_enabled(has_gradients)
             raise
-        finally:
-            here.depth = before
+
+    def run_layer(self, call: Callable[[], Any]) -> Any:
+        """Return what *call* does, which is a forward of a layer: nothing is looked at in it."""
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not stack or stack[-1] is not self:
+            return call()
+        with torch.overrides._pop_mode_temporarily():
+            return call()
 
     @contextlib.contextmanager
-    def held(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Keep those of *parameters* that are read meanwhile on the device until the end."""
-        here = self._here
-        before = here.to_hold, here.held
-        wanted = {id(each) for one in parameters if (each := self.weight_of(one)) is not None}
+    def held(self, module: nn.Module) -> Iterator[None]:
+        """Have the weight of *module* on the device until the end, if it is read on demand.
+
+        Raises:
+            ConflictError: it was written to.
+        """
+        parameter = module._parameters.get("weight")
+        weight = self.weight_of(parameter)
+        if weight is None:
+            yield
+            return
+        view = self._whole(weight)
+        place = Place(module, "weight", lambda found: found is parameter, lambda: view)
         try:
-            here.held = dict(here.held)
-            here.to_hold = here.to_hold | wanted
+            place.put_in()
             yield
         finally:
-            written = [
-                v for key, v in here.held.items() if key not in before[1] and v.was_written()
-            ]
-            here.to_hold, here.held = before
-            if written:
-                raise lost_write(written[0].weight.name)
+            place.take_out()
+        if view.was_written():
+            raise lost_write(weight.name)
 
-    def compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``function(*args, **kwargs)``, where arguments are :class:`HostWeight`.
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``, where arguments may be parameters on the host.
 
         Raises:
             ConflictError: it writes into a weight, whose copy on the host would not change.
         """
+        kwargs = kwargs or {}
+        if (first := self._first_among((*args, *kwargs.values()))) is None:
+            return function(*args, **kwargs)
         if function is F.embedding and kwargs.get("max_norm") is None:
             ids, weight = _arguments_of_embedding(args, kwargs)
-            if isinstance(weight, HostWeight) and not isinstance(ids, HostWeight):
-                return self._embed(ids, weight.weight)
-        if function == _GET_DATA:
+            if (known := self.weight_of(weight)) is not None and self.weight_of(ids) is None:
+                return self._embed(ids, known)
+        name = getattr(function, "__name__", "")
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        if attribute == "data":
+            if name == "__set__":
+                raise lost_write(first.name)
             return args[0]
-        if function == _SET_DATA:
-            raise lost_write(args[0].weight.name)
-        given: list[DeviceWeight] = []
+        if attribute in _PLACES or name in _PLACES:
+            return function(torch.empty(0, device=self.device))
+        if name in _METADATA or (name == "__get__" and attribute not in _VIEWS):
+            return function(*args, **kwargs)
+        return self._compute(function, args, kwargs)
 
-        def on_device(stand_in: HostWeight) -> torch.Tensor:
-            view = self._whole(stand_in.weight)
+    def _first_among(self, values: Sequence[Any]) -> Weight | None:
+        """Return the first of the weights among *values*, or in their lists; None for none."""
+        for value in values:
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, Parameter) and (weight := self.weight_of(each)) is not None:
+                    return weight
+        return None
+
+    def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``function(*args, **kwargs)`` of whole weights on the device."""
+        given: list[DeviceWeight] = []
+        keys: dict[int, tuple[Weight, torch.dtype | None]] = {}
+
+        def on_device(parameter: Parameter) -> torch.Tensor:
+            weight = self.weight_of(parameter)
+            if weight is None:
+                return parameter
+            view = self._whole(weight)
             if function is F.linear and (dtype := self._autocast_dtype(view)) is not None:
                 cast = self._cast(view, dtype)
-                keys[cast.untyped_storage()._cdata] = stand_in.weight, dtype
+                keys[cast.untyped_storage()._cdata] = weight, dtype
                 return cast
-            keys[view.untyped_storage()._cdata] = stand_in.weight, None
+            keys[view.untyped_storage()._cdata] = weight, None
             given.append(view)
             return view
 
-        keys: dict[int, tuple[Weight, torch.dtype | None]] = {}
         with self._kept_from_graph(keys):
-            args, kwargs = tree_map_only(HostWeight, on_device, (args, kwargs))
+            args, kwargs = tree_map_only(Parameter, on_device, (args, kwargs))
             result = function(*args, **kwargs)
         if any(view.was_written() for view in given):
             raise lost_write(given[0].weight.name)
@@ -242,21 +260,6 @@ class WeightsOnDemand:
                 return DeviceWeight.of(weight, there.storage, self.device)
             finally:
                 there.leave()
-
-    def _hold(self, weight: Weight) -> DeviceWeight:
-        held = self._here.held
-        view = held.get(id(weight))
-        if view is None:
-            view = held[id(weight)] = self._whole(weight)
-        return view
-
-    def _stand_in(self, weight: Weight) -> HostWeight:
-        found = self._stand_ins.get(id(weight))
-        if found is None:
-            with unrecorded():
-                found = HostWeight.of(weight, self.device, weakref.proxy(self))
-            self._stand_ins[id(weight)] = found
-        return found
 
     def _autocast_dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
         """Return what autocast casts *tensor* to for a product; None if it does not."""

@@ -17,8 +17,7 @@ from hf_pyao.engine.transfer.layout import byte_span, has_storage
 from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
 from hf_pyao.model.weights.experts import FusedExperts, fused_experts
-from hf_pyao.model.weights.flattened import FlattenedWeight, flattened
-from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
+from hf_pyao.model.weights.packed import FlattenedWeight, PackedWeight, packed_weight
 from hf_pyao.training_engines import ENGINES, package_of
 
 LEAST_DIMENSIONS = 2
@@ -42,11 +41,9 @@ class StreamableLayer:
 
     fqn: str
     parameters: tuple[tuple[str, Parameter], ...]
-    """Qualified name in the model, and parameter; each of them once."""
-    quantised: tuple[tuple[str, QuantisedWeight], ...] = ()
-    """Those of them that are quantised, by qualified name; their scales travel with them."""
-    flattened: tuple[tuple[str, FlattenedWeight], ...] = ()
-    """Parameters of tensor classes whose parts are streamed in their place, by qualified name."""
+    """Qualified name in the model, and parameter, of those that are one tensor; each once."""
+    packed: tuple[tuple[str, PackedWeight], ...] = ()
+    """The parameters that are streamed as several tensors, by qualified name."""
     experts: tuple[tuple[str, FusedExperts], ...] = ()
     """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
@@ -54,23 +51,18 @@ class StreamableLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that may be streamed, and of their scales."""
+        """Bytes of the tensors that may be streamed."""
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor of all that is streamed: parameters, scales, parts of tensor classes."""
-        scales = [
-            (f"{name}.{scale}", tensor)
-            for name, weight in self.quantised
-            for scale, tensor in weight.scales
-        ]
-        parts = [
-            (f"{name}.{part}", tensor)
-            for name, weight in self.flattened
+        """Name and tensor of all that is streamed; fused experts come last."""
+        of_packed = [
+            (f"{name}.{part}" if part else name, tensor)
+            for name, weight in self.packed
             for part, tensor in weight.tensors
         ]
-        return [*self.parameters, *scales, *parts]
+        return [*of_packed, *self.parameters]
 
     @property
     def expert_bytes(self) -> int:
@@ -153,8 +145,7 @@ class _LayerSearch:
         self._inside = {id(module) for module in layer.modules()}
         self._around = surroundings
         self._parameters: dict[int, tuple[str, Parameter]] = {}
-        self._packed: list[tuple[str, QuantisedWeight]] = []
-        self._in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
+        self._packed: dict[int, tuple[str, PackedWeight]] = {}
         self._fused: list[tuple[str, FusedExperts]] = []
         self._left: Counter[str] = Counter()
 
@@ -165,34 +156,23 @@ class _LayerSearch:
             self._fused.append((self._name_of(path), experts))
         for name, parameter in module._parameters.items():
             key = id(parameter)
-            if parameter is None or key in self._parameters or key in self._in_parts:
+            if parameter is None or key in self._parameters or key in self._packed:
                 continue
-            weight = quantised(module, parameter)
-            parts = _parts_of(parameter) if weight is None else None
-            is_known = weight is not None or parts is not None
-            reason = reason_to_stay(module, parameter, is_known=is_known)
-            reason = reason or self._reason(module, name, parameter, experts, parts)
+            weight = _packed(module, parameter)
+            reason = reason_to_stay(module, parameter, is_known=weight is not None)
+            reason = reason or self._reason(module, name, parameter, experts)
             if reason:
                 self._left[reason] += parameter.nbytes if has_storage(parameter) else 0
-                continue
-            whole = self._name_of(path, name)
-            if parts is not None:
-                self._in_parts[key] = whole, parts
-                continue
-            self._parameters[key] = whole, parameter
-            if weight is not None:
-                self._packed.append((whole, weight))
+            elif weight is not None:
+                self._packed[key] = self._name_of(path, name), weight
+            else:
+                self._parameters[key] = self._name_of(path, name), parameter
 
     def _name_of(self, *path: str) -> str:
         return ".".join(part for part in (self._fqn, *path) if part)
 
     def _reason(
-        self,
-        module: nn.Module,
-        name: str,
-        parameter: Parameter,
-        experts: FusedExperts | None,
-        parts: FlattenedWeight | None,
+        self, module: nn.Module, name: str, parameter: Parameter, experts: FusedExperts | None
     ) -> str:
         """Return why a parameter stays on the device, for what is around it; empty: it need not."""
         around = self._around
@@ -204,8 +184,7 @@ class _LayerSearch:
             return PARAMETRIZED
         if around.in_layers[id(module)] > 1 or is_tied(parameter, around.owners, self._inside):
             return TIED
-        is_held_outside = parts is not None and not around.holders[id(parameter)] <= self._inside
-        return TIED if is_held_outside else ""
+        return "" if around.holders[id(parameter)] <= self._inside else TIED
 
     def found(self) -> StreamableLayer:
         """Return what may be streamed of the layer."""
@@ -222,8 +201,7 @@ class _LayerSearch:
             fqn=self._fqn,
             parameters=tuple(parameters),
             experts=tuple(whole_experts),
-            quantised=tuple(self._packed),
-            flattened=tuple(self._in_parts.values()),
+            packed=tuple(self._packed.values()),
             left_bytes=self._left,
         )
 
@@ -254,12 +232,10 @@ def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = 
     return ""
 
 
-def _parts_of(parameter: Parameter) -> FlattenedWeight | None:
-    """Return what streams *parameter* by its parts, if its class has dense ones; else None."""
-    if _is_plain(parameter) or any(engine.has(parameter) for engine in ENGINES):
-        return None
-    weight = flattened(parameter)
-    if weight is None or not all(is_dense(tensor) for _, tensor in weight.tensors):
+def _packed(module: nn.Module, parameter: Parameter) -> PackedWeight | None:
+    """Return what streams *parameter* as several tensors; None if its class has no dense ones."""
+    weight = None if any(e.has(parameter) for e in ENGINES) else packed_weight(module, parameter)
+    if isinstance(weight, FlattenedWeight) and not all(is_dense(t) for _, t in weight.tensors):
         return None
     return weight
 
