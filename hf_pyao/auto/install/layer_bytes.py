@@ -41,10 +41,8 @@ class LayerBytesWatch(Observer):
         self._engine = weakref.ref(engine)
         self._names = tuple(layer_names)
         self._streamed_bytes = streamed_bytes
-        self._num_counted = 0
-        self._next = 1
-        """Number of the micro-batch to which it listens next."""
-        self._listens = False
+        self._goes_on = True
+        """Whether the micro-batch that follows is listened to."""
         self._started: set[str] = set()
         self._counted: dict[str, list[int]] = {}
         self.layers: list[LayerBytes] = []
@@ -55,19 +53,14 @@ class LayerBytesWatch(Observer):
         engine = self._engine()
         if engine is not None:
             engine.figures.tell_when_counted(weakly(self._micro_batch_counted, None))
-            self._listen()
+            engine.observe_too(self)
 
     def _micro_batch_counted(self, num_counted: int) -> None:
         """Hear that a micro-batch is over, which was listened to or not."""
-        self._num_counted = num_counted
-        if not self._listens:
-            self._listen()
-
-    def _listen(self) -> None:
-        """Listen to the micro-batch that follows, if it is the next to be heard."""
-        engine = self._engine()
-        if engine is not None and self._num_counted + 1 >= self._next:
-            self._listens = True
+        engine, following = self._engine(), num_counted + 1
+        self._goes_on = following & num_counted == 0
+        if engine is not None and self._goes_on:
+            engine.stop_observing(self)
             engine.observe_too(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
@@ -105,13 +98,9 @@ class LayerBytesWatch(Observer):
             for kept, moved, recomputed in [self._counted.get(name, [0, 0, 0])]
         ]
         self._forget()
-        while self._next <= self._num_counted:
-            self._next *= 2
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and not self._goes_on:
             engine.stop_observing(self)
-            self._listens = False
-            self._listen()
 
     def _forget(self) -> None:
         self._started, self._counted = set(), {}

@@ -98,31 +98,13 @@ def gib_by_reason(nbytes: Mapping[str, int]) -> str:
     return ", ".join(f"{each / GIB:.3f} GiB {reason}" for reason, each in nbytes.items())
 
 
-def no_room(
-    label: str,
-    num_layers: int,
-    nbytes: int,
-    room: int,
-    *,
-    with_ends: bool = False,
-    with_staging: bool = False,
-) -> ConfigError:
-    """Return the error for *nbytes* of weights where the host has *room*.
-
-    *with_ends*: those of embeddings and head are among them. *with_staging*: so is what weights on
-    a disk are read into.
-    """
-    ends, remedy = "", "give disk_path, or let more layers stay on the device"
-    if with_ends:
-        ends = " and of embeddings and head"
-        remedy += ", or give stream_embeddings='off'"
-    if with_staging:
-        ends += ", and what those on the disk are read into,"
-        remedy = remedy.replace("give disk_path, or ", "")
+def no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
+    """Return the error for *nbytes* of weights where the host has *room*."""
     return ConfigError(
-        f"{label}: the weights of {num_layers} layers{ends} take {nbytes / GIB:.3f} GiB of host "
-        f"memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the "
-        f"machine has more, or {remedy}.",
+        f"{label}: the weights of {num_layers} layers, embeddings and head that leave the device, "
+        f"and what is read ahead of a disk, take {nbytes / GIB:.3f} GiB of host memory, and there "
+        f"is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine has more, "
+        "let more layers stay on the device, or give disk_path or stream_embeddings='off'.",
         key="streaming-host-memory",
     )
 

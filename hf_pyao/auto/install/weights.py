@@ -31,8 +31,9 @@ from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.errors import ConfigError, warn
+from hf_pyao.errors import ConfigError, DiskError, warn
 from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.weights.packed import FlattenedWeight, PackedWeight, move_state
 from hf_pyao.model.weights.places import move_others
@@ -115,15 +116,13 @@ class StreamedLayers:
         self._ends_are_asked_for = False
         if ends_leave:
             self._ends.prepare(model, found.layers)
-        self.memory.choose_for_disk(layers, streamed, self._ends.masters)
-        self._masters = self.memory.masters_of(layers, streamed)
-        """By layer, its weights that are streamed, now or from :meth:`put_on` on."""
-        self.memory.check_room(settings.label, self._masters, self._ends.masters)
+        self.memory.plan(layers, streamed, self._ends.masters)
+        self.memory.check_room(settings.label, self._ends.masters)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights on the host."""
-        return sum(each.nbytes for each in self._masters.values()) + self._ends.nbytes
+        return sum(each.nbytes for each in self.memory.held.values()) + self._ends.nbytes
 
     @property
     def ring(self) -> WeightRing | None:
@@ -148,7 +147,7 @@ class StreamedLayers:
     @property
     def num_resident(self) -> int:
         """Layers that are not streamed, now or from :meth:`put_on` on."""
-        return len(self._layers) - len(self._masters)
+        return len(self._layers) - len(self.memory.held)
 
     # ---- installing ----------------------------------------------------------------------------
 
@@ -163,8 +162,8 @@ class StreamedLayers:
         if model is None:
             return
         layers = self._streamable(model)
-        for number, masters in self._masters.items():
-            if not self.memory.move_off_device(number, masters, layers):
+        for number, masters in self.memory.held.items():
+            if not self.memory.move_off_device(number, layers):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
@@ -176,7 +175,7 @@ class StreamedLayers:
                 "embeddings and head. Give stream_embeddings='off'.",
                 key="streaming-host-memory",
             )
-        self.memory.tell_of_copies([*self._masters.values(), *self._ends.masters])
+        self.memory.tell_of_copies([*self.memory.held.values(), *self._ends.masters])
         self._install(model, layers, engine)
 
     def ask_for(self, num_resident: int) -> None:
@@ -221,32 +220,44 @@ class StreamedLayers:
         try:
             if ends_leave:
                 self._let_ends_leave(model)
-            self.memory.move_to_disk(layers, [each for each in streamed if each not in held])
-            for number, masters in self.memory.masters_of(layers, streamed).items():
-                if masters.memory is None and not self.memory.move_off_device(
-                    number, masters, layers
-                ):
-                    warn(
-                        logger,
-                        "weights-stay",
-                        "the host has no room for the weights of layer %r: they stay on the "
-                        "device (%.3f GiB).",
-                        masters.layer,
-                        masters.nbytes / GIB,
-                    )
-            for layer in [each for each in held if each not in streamed]:
+            self.memory.plan(layers, streamed)
+            for layer, masters in list(self.memory.held.items()):
+                if masters.memory is None:
+                    self._move_off_device(layer, masters, layers)
+                if layer in streamed:
+                    continue
                 if not self.memory.move_to_device(layer, self.device):
                     warn(
                         logger,
                         "weights-streamed-late",
                         "the device has no room for the weights of layer %r: they are streamed "
                         "(%.3f GiB).",
-                        held[layer].layer,
-                        held[layer].nbytes / GIB,
+                        masters.layer,
+                        masters.nbytes / GIB,
                     )
         finally:
+            self.memory.leave_planned()
             self._follow()
             self._install(model, self._streamable(model), engine)
+
+    def _move_off_device(
+        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer]
+    ) -> None:
+        try:
+            if self.memory.move_off_device(layer, layers):
+                return
+            why = "the host has no room."
+        except (ConfigError, DiskError) as error:
+            why = str(error)
+            self.memory.forget_unused_disk()
+        warn(
+            logger,
+            "weights-stay",
+            "the weights of layer %r stay on the device (%.3f GiB): %s",
+            masters.layer,
+            masters.nbytes / GIB,
+            why,
+        )
 
     def _let_ends_leave(self, model: nn.Module) -> None:
         self._ends.prepare(model, self._living_layers())
@@ -255,7 +266,8 @@ class StreamedLayers:
             warn(
                 logger,
                 "weights-stay",
-                "the host has no room for embeddings and head: they stay on the device (%.3f GiB).",
+                "the weights of embeddings and head stay on the device (%.3f GiB): the host has no "
+                "room.",
                 self._ends.nbytes / GIB,
             )
             self._ends.stay()
@@ -279,12 +291,11 @@ class StreamedLayers:
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
     ) -> None:
         """Let layers find the weights that are held on the host, and move the rest."""
-        self._masters = dict(sorted(self.memory.held.items()))
-        found = [layers[number] for number in self._masters]
+        found = [layers[number] for number in self.memory.held]
         largest_bytes = largest_block_bytes(found)
         self._packed = [weight for layer in found for _, weight in layer.packed]
         self.blocks, self.left_bytes = [], Counter()
-        for layer, masters in zip(found, self._masters.values(), strict=True):
+        for layer, masters in zip(found, self.memory.held.values(), strict=True):
             self.blocks += blocks_of(masters, len(self.blocks), layer.groups(largest_bytes))
             self.left_bytes.update(layer.left_bytes)
         if self.ends_leave or self._ends_may_leave:
@@ -294,7 +305,7 @@ class StreamedLayers:
             self.blocks,
             found,
             weakly(self._before_layers, None),
-            self.memory.disk.read_ahead(self._masters.values(), self._counts),
+            self.memory.disk.read_ahead(self.memory.held.values(), self._counts),
         )
         move_others(model, self._is_on_host, self.device)
         parameters = model.named_parameters(remove_duplicate=False)
@@ -344,7 +355,7 @@ class StreamedLayers:
         self._wanted = None
         self._uninstall(engine)
         self._ends.uninstall()
-        for masters in self._masters.values():
+        for masters in self.memory.held.values():
             masters.move_back()
         self._ends.move_back()
         self._follow()
@@ -352,7 +363,7 @@ class StreamedLayers:
 
     def streamed_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights that are streamed, by the layer's qualified name."""
-        return {masters.layer: masters.nbytes for masters in self._masters.values()}
+        return {masters.layer: masters.nbytes for masters in self.memory.held.values()}
 
     def figures(self) -> dict[str, Any]:
         """Return what the uploads came to, as plain values."""
@@ -371,7 +382,7 @@ class StreamedLayers:
         num_layers = len(self._layers)
         if not self.blocks:
             return f"stream_weights: the weights of all {num_layers} layers are on the device"
-        found = list(self._masters.values())
+        found = list(self.memory.held.values())
         nbytes = sum(each.nbytes for each in found)
         sentence = (
             f"stream_weights: the frozen weights of {len(found)} of {num_layers} layers "

@@ -158,6 +158,7 @@ class Block:
         self._by_offset = sorted(self.weights, key=lambda weight: weight.offset)
         self._offsets = [weight.offset for weight in self._by_offset]
         self._seen: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
+        self._spans: list[Span] = []
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -173,13 +174,15 @@ class Block:
         for start, source, nbytes in self._ranges():
             yield start, memory[source : source + nbytes]
 
-    def spans(self, most_bytes: int) -> list[Span]:
+    def spans(self, most_bytes: int) -> Sequence[Span]:
         """Return what is read of the file of its layer, *most_bytes* at a time."""
-        return [
-            span
-            for start, source, nbytes in self._ranges()
-            for span in spans_of(source, nbytes, start, most_bytes)
-        ]
+        if not self._spans:
+            self._spans = [
+                span
+                for start, source, nbytes in self._ranges()
+                for span in spans_of(source, nbytes, start, most_bytes)
+            ]
+        return self._spans
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield first byte on the device and on the host, and bytes, of what lies together."""

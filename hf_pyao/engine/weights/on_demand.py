@@ -148,6 +148,7 @@ class WeightsOnDemand(TorchFunctionMode):
             yield
             return
         view = self._whole(weight)
+        assert isinstance(view, DeviceWeight)
         place = Place(module, "weight", lambda found: found is parameter, lambda: view)
         try:
             place.put_in()
@@ -201,13 +202,11 @@ class WeightsOnDemand(TorchFunctionMode):
             weight = self.weight_of(parameter)
             if weight is None:
                 return parameter
-            view = self._whole(weight)
-            if function is F.linear and (dtype := self._autocast_dtype(view)) is not None:
-                cast = self._cast(view, dtype)
-                keys[cast.untyped_storage()._cdata] = weight, dtype
-                return cast
-            keys[view.untyped_storage()._cdata] = weight, None
-            given.append(view)
+            dtype = self._autocast_dtype(weight) if function is F.linear else None
+            view = self._whole(weight, dtype)
+            keys[view.untyped_storage()._cdata] = weight, dtype
+            if isinstance(view, DeviceWeight):
+                given.append(view)
             return view
 
         with self._kept_from_graph(keys):
@@ -249,28 +248,33 @@ class WeightsOnDemand(TorchFunctionMode):
 
     # ---- whole weights -------------------------------------------------------------------------
 
-    def _whole(self, weight: Weight) -> DeviceWeight:
-        """Upload *weight*; return it in memory that lives as long as someone holds it."""
+    def _whole(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Upload *weight*; return it in memory that lives as long as someone holds it.
+
+        Args:
+            weight: any.
+            dtype: what it is cast to; None: a :class:`DeviceWeight`.
+        """
         with self._lock, unrecorded():
             there = self._on_device[weight.block]
             try:
                 there.fill()
                 there.await_fill()
                 self.counts.num_uploads += 1
-                return DeviceWeight.of(weight, there.storage, self.device)
+                view = DeviceWeight.of(weight, there.storage, self.device)
             finally:
                 there.leave()
+            if dtype is None:
+                return view
+            with torch.autocast(self.device.type, enabled=False):
+                return view.to(dtype)
 
-    def _autocast_dtype(self, tensor: torch.Tensor) -> torch.dtype | None:
-        """Return what autocast casts *tensor* to for a product; None if it does not."""
+    def _autocast_dtype(self, weight: Weight) -> torch.dtype | None:
+        """Return what autocast casts *weight* to for a product; None if it does not."""
         device_type = self.device.type
-        if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
+        if weight.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
             return None
         return torch.get_autocast_dtype(device_type)
-
-    def _cast(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        with unrecorded(), torch.autocast(self.device.type, enabled=False):
-            return view.to(dtype)
 
     # ---- what graphs hold ----------------------------------------------------------------------
 
@@ -298,11 +302,8 @@ class WeightsOnDemand(TorchFunctionMode):
         self, weight: Weight, dtype: torch.dtype | None, layout: TensorLayout, saved: SavedWeight
     ) -> torch.Tensor:
         saved.check()
-        with unrecorded():
-            view: torch.Tensor = self._whole(weight)
-            if dtype is not None:
-                view = self._cast(view, dtype)
-            return layout.view_of(view.untyped_storage(), 0)
+        view = self._whole(weight, dtype)
+        return layout.view_of(view.untyped_storage(), 0)
 
 
 def _arguments_of_embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

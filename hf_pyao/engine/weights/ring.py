@@ -36,9 +36,8 @@ from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by
 from hf_pyao.engine.weights.device_block import DeviceBlock, HeldByGraph
 from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.on_disk import Span, WeightsInFile
 from hf_pyao.engine.weights.places import Place, keeper_of
-from hf_pyao.engine.weights.read_ahead import ReadAhead
+from hf_pyao.engine.weights.read_ahead import Coming, ReadAhead
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError, warn
 
@@ -118,8 +117,6 @@ class WeightRing(RingSchedule):
         self._backward: _Call | None = None
         """That of the layer whose backward runs; in groups where the layer has several blocks."""
         self._backward_task = NO_TASK
-        self._spans: dict[int, Sequence[Span]] = {}
-        """By block, what is read of its file."""
         self._layouts = Layouts()
         self._lock = threading.RLock()  # autograd runs a thread for each device
         self._has_told_of_holders = False
@@ -462,27 +459,16 @@ class WeightRing(RingSchedule):
         if self._read_ahead is not None:
             self._read_ahead.expect(self._coming_from_disk(self._read_ahead))
 
-    def _coming_from_disk(
-        self, read_ahead: ReadAhead
-    ) -> list[tuple[int, WeightsInFile, Sequence[Span]]]:
+    def _coming_from_disk(self, read_ahead: ReadAhead) -> list[Coming]:
         """Return the blocks that are read next, as many as have room."""
-        found: list[tuple[int, WeightsInFile, Sequence[Span]]] = []
+        found: list[Coming] = []
         nbytes = 0
-        for block in self.coming(_MOST_EXPECTED):
-            in_file = self.blocks[block].masters.in_file
-            if in_file is None or any(block == other for other, *_ in found):
-                continue
-            found.append((block, in_file, self._spans_of(block, read_ahead.piece_bytes)))
-            nbytes += self.blocks[block].nbytes
-            if nbytes >= read_ahead.nbytes:
-                break
+        for block in map(self.blocks.__getitem__, self.coming(_MOST_EXPECTED)):
+            in_file = block.masters.in_file
+            if in_file is not None and nbytes < read_ahead.nbytes:
+                found.append((block.index, in_file, block.spans(read_ahead.piece_bytes)))
+                nbytes += block.nbytes
         return found
-
-    def _spans_of(self, block: int, piece_bytes: int) -> Sequence[Span]:
-        spans = self._spans.get(block)
-        if spans is None:
-            spans = self._spans[block] = self.blocks[block].spans(piece_bytes)
-        return spans
 
     # ---- what graphs hold ----------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ def test_uploads_are_those_of_a_run(
     )
     weights = weight_plan_of(program)
     steps, sizes = uploads_of_a_run(model_type, num_resident, checkpointing=checkpointing)
-    assert weights.slot_bytes == sizes["slot"]
+    assert program.streamed.slot_bytes == sizes["slot"]
     assert weights.host_bytes == sizes["host"]
     assert len(program.streamed.blocks) > 3 * len(weights.streamed_layers)
     for is_first, found in ((True, steps[0]), (False, steps[2])):
