@@ -131,7 +131,7 @@ class Residency:
                 self._streaming.num_layers,
                 describe_error(error),
             )
-            number = self._streaming.num_resident
+            return
         self._unplanned = number
         self._streaming.ask_for(self._unplanned)
         if self._unplanned != self._streaming.num_resident:

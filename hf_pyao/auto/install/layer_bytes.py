@@ -43,10 +43,11 @@ class LayerBytesWatch(Observer):
         self._streamed_bytes = streamed_bytes
         self._goes_on = True
         """Whether the micro-batch that follows is listened to."""
-        self._started: set[str] = set()
+        self._is_whole = True
+        """Whether the newest forward has come to its last layer."""
         self._counted: dict[str, list[int]] = {}
         self.layers: list[LayerBytes] = []
-        """Of the newest micro-batch that was heard from its beginning; empty before the first."""
+        """Of the newest micro-batch that was heard; empty before the first."""
 
     def start(self) -> None:
         """Listen to the next micro-batch, and to some of those after it."""
@@ -64,11 +65,11 @@ class LayerBytesWatch(Observer):
             engine.observe_too(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Note which layers have begun since it listens."""
+        """Forget a forward that did not come to its end."""
         if is_start and not path and phase == "forward":
-            if layer in self._started and not self._started.issuperset(self._names):
-                self._forget()  # the forward before did not come to its end
-            self._started.add(layer)
+            if layer == self._names[0] and not self._is_whole:
+                self._counted = {}
+            self._is_whole = layer == self._names[-1]
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Add the bytes of *slot*."""
@@ -81,10 +82,8 @@ class LayerBytesWatch(Observer):
         self._counted.setdefault(layer, [0, 0, 0])[kind] += nbytes
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
-        """Take what was heard, if it was heard from the first layer on; listen no more."""
-        if not self._started.issuperset(self._names):
-            self._forget()
-            return
+        """Take what was heard; listen no more, unless to the next."""
+        counted, self._counted = self._counted, {}
         streamed = self._streamed_bytes()
         self.layers = [
             LayerBytes(
@@ -95,12 +94,8 @@ class LayerBytesWatch(Observer):
                 streamed_weight_bytes=streamed.get(name, 0),
             )
             for name in self._names
-            for kept, moved, recomputed in [self._counted.get(name, [0, 0, 0])]
+            for kept, moved, recomputed in [counted.get(name, [0, 0, 0])]
         ]
-        self._forget()
         engine = self._engine()
         if engine is not None and not self._goes_on:
             engine.stop_observing(self)
-
-    def _forget(self) -> None:
-        self._started, self._counted = set(), {}

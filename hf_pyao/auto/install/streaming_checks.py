@@ -13,12 +13,9 @@ from torch import nn
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.map.module_map import find_layers
-from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import has_streamed
-from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.model.weights.streamable import StreamableLayer
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, disk_share
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -64,13 +61,6 @@ class StreamingSettings:
         if self.value != "auto" or plan is None or plan.facts.resident_blocks is None:
             return self
         return dataclasses.replace(self, value=plan.facts.resident_blocks)
-
-
-def _found(model: nn.Module, config: PyAOConfig) -> tuple[list[StreamableLayer], Ends]:
-    """Return the layers of *model*, and what of embeddings and head is to be on the host."""
-    found = find_layers(model, config.layers)
-    ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
-    return streamable_layers(model, found.layers), ends
 
 
 def numbers_to_stream(layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
@@ -145,28 +135,3 @@ def _not_whole(name: str, what: str, label: str) -> ConflictError:
         f"host: use DDP or one process, or give {label}='off'.",
         key="streaming-sharded",
     )
-
-
-def weights_on_host_bytes(model: nn.Module, config: PyAOConfig, room_bytes: float) -> float:
-    """Return the host memory that streamed weights will take of *room_bytes*.
-
-    Those that are on a disk take what they are read into.
-
-    Args:
-        model: as it will be trained.
-        config: what is asked for; ``stream_weights`` is ``"off"`` or a number.
-        room_bytes: host memory for weights and activations.
-
-    Raises:
-        NoLayersFoundError: no layers were found.
-    """
-    if config.stream_weights == "off":
-        return 0
-    layers, ends = _found(model, config)
-    numbers = numbers_to_stream(layers, int(config.stream_weights))
-    sizes = [layers[number].nbytes for number in numbers]
-    share = NOTHING_ON_DISK
-    if config.disk_path is not None:
-        share = disk_share(sizes, room_bytes - ends.nbytes)
-    on_host = (size for number, size in enumerate(sizes) if number not in share.layers)
-    return ends.nbytes + share.reserved_bytes + sum(on_host)

@@ -112,12 +112,18 @@ class WeightMemory:
         Raises:
             ConfigError: there is no room.
         """
-        on_host = [each for layer, each in self.held.items() if not self._is_for_disk(layer)]
-        found = [*on_host, *ends]
-        room = self._room_for(found)
-        needed = self.disk.share.reserved_bytes + sum(map(self._counted_bytes, found))
+        found = self._on_host(ends)
+        room, needed = self._room_for(found), self.needed_bytes(ends)
         if needed > room:
-            raise no_room(label, len(on_host), needed, room)
+            raise no_room(label, len(found) - len(ends), needed, room)
+
+    def needed_bytes(self, ends: Sequence[Masters]) -> int:
+        """Return what the weights take of the host beside what counts already, *ends* included."""
+        return self.disk.share.reserved_bytes + sum(map(self._counted_bytes, self._on_host(ends)))
+
+    def _on_host(self, ends: Sequence[Masters]) -> list[Masters]:
+        of_layers = [each for layer, each in self.held.items() if not self._is_for_disk(layer)]
+        return [*of_layers, *ends]
 
     def tell_of_copies(self, found: Sequence[Masters]) -> None:
         """Say what the copies of *found* come to, of which each process of the node has one."""

@@ -44,12 +44,7 @@ from hf_pyao.model.weights.streamable import (
     streamable_layers,
 )
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
-from hf_pyao.plan.weights.first_residents import (
-    FREE_SHARE,
-    device_bytes_of,
-    first_residents,
-    optimizer_bytes,
-)
+from hf_pyao.plan.weights.first_residents import first_residents, optimizer_bytes
 from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
@@ -123,6 +118,11 @@ class StreamedLayers:
     def nbytes(self) -> int:
         """Bytes of the weights on the host."""
         return sum(each.nbytes for each in self.memory.held.values()) + self._ends.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that :meth:`put_on` takes; of those on a disk, for reads alone."""
+        return self.memory.needed_bytes(self._ends.masters)
 
     @property
     def ring(self) -> WeightRing | None:
@@ -423,6 +423,22 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     """
     if config.stream_weights == "off":
         return
+    trained = [each for each in model.parameters() if will_be_frozen and each.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        streamed_by(model, config)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def streamed_by(model: nn.Module, config: PyAOConfig) -> StreamedLayers:
+    """Return what would stream the weights of *model* by *config*, which does not have it off.
+
+    Where it is to be found out how many layers stay, all do. Errors are those of
+    :func:`check_can_stream`.
+    """
     settings = StreamingSettings.of(config)
     found = find_layers(model, config.layers)
     is_auto, device = settings.value == "auto", torch.device("cpu")
@@ -430,14 +446,7 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     transport = BlockingTransport()
     link = LinkContext(transport, pool_for(config.host_memory_gib, transport, device), None)
     ends_leave = settings.embeddings == "on" and not is_auto
-    trained = [each for each in model.parameters() if will_be_frozen and each.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        StreamedLayers(model, found, number, settings, link, device, ends_leave=ends_leave)
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    return StreamedLayers(model, found, number, settings, link, device, ends_leave=ends_leave)
 
 
 def streaming_of(
@@ -514,13 +523,8 @@ def _at_first(
     gradient_bytes = sum(_dense_bytes(each) for each in parameters if each.requires_grad)
     other_bytes = all_bytes - sum(sizes) + gradient_bytes + optimizer_bytes(parameters)
 
-    def largest_bytes(streamed: Sequence[int]) -> int:
-        return slot_bytes([layers[number] for number in streamed])
-
-    if not isinstance(stream_weights, int):
-        stream_weights = first_residents(sizes, other_bytes, limit.nbytes, largest_bytes)
-    needed_bytes = device_bytes_of(sizes, stream_weights, largest_bytes) + other_bytes
-    return stream_weights, needed_bytes <= (1 - FREE_SHARE) * limit.nbytes
+    given = stream_weights if isinstance(stream_weights, int) else None
+    return first_residents(sizes, slot_bytes(layers), other_bytes, limit.nbytes, given)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

@@ -113,14 +113,16 @@ class WeightsOnDisk:
             layers: all layers of the model, as they are now.
 
         Returns:
-            False if the file has no such block.
+            False if the file has no such block, or the host no room for what is read ahead.
 
         Raises:
-            ConfigError: the host has no room for what is read ahead.
+            ConfigError: the system does not tell which weights in the file were written.
             DiskError: the file cannot be written or read.
         """
         if self._staging is None:
-            self._reserve_staging()
+            self._staging = self._store.reserve(self.share.reserved_bytes)
+            if self._staging is None:
+                return False
         file = self._file
         if file is None:
             file = self._make(layers)
@@ -154,16 +156,6 @@ class WeightsOnDisk:
             f"{len(nbytes)} of them ({sum(nbytes) / GIB:.2f} GiB) lie in {self._file.path} and are "
             f"read ahead into {self.share.staging_bytes / GIB:.3f} GiB of host memory ({how})"
         )
-
-    def _reserve_staging(self) -> None:
-        self._staging = self._store.reserve(self.share.reserved_bytes)
-        if self._staging is None:
-            raise ConfigError(
-                f"{self._label}: weights on the disk are read into host memory, of which "
-                f"{self.share.reserved_bytes / GIB:.3f} GiB are needed, and there is room for "
-                f"{self._store.room_to_reserve() / GIB:.3f} GiB. Raise host_memory_gib.",
-                key="streaming-host-memory",
-            )
 
     def _make(self, layers: Sequence[StreamableLayer]) -> BlockFile:
         found = [Masters(each.fqn, each.tensors, lie_in_order=True) for each in layers]
