@@ -36,13 +36,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from hf_pyao.engine.stores.store import Store
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
+from hf_pyao.engine.transfer.layout import Layouts
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.blocks import Block, SavedView, Weight, weights_by_parameter
 from hf_pyao.engine.weights.checkpointed import weights_kept_from_graphs
 from hf_pyao.engine.weights.device_block import DeviceBlock
-from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
+from hf_pyao.engine.weights.device_weight import DeviceWeight, key_of, lost_write
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.places import Place
@@ -57,6 +57,10 @@ _METADATA = frozenset(
     "is_floating_point is_inference is_neg is_signed numel size stride storage_offset".split()
 )
 """Functions that need no element."""
+
+
+Keys = dict[int | None, tuple[Weight, torch.dtype | None]]
+"""By storage the weight, and the dtype that it was cast to; None: it was not."""
 
 
 class WeightsOnDemand(TorchFunctionMode):
@@ -196,7 +200,7 @@ class WeightsOnDemand(TorchFunctionMode):
     def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``function(*args, **kwargs)`` of whole weights on the device."""
         given: list[DeviceWeight] = []
-        keys: dict[int, tuple[Weight, torch.dtype | None]] = {}
+        keys: Keys = {}
 
         def on_device(parameter: Parameter) -> torch.Tensor:
             weight = self.weight_of(parameter)
@@ -278,41 +282,27 @@ class WeightsOnDemand(TorchFunctionMode):
 
     # ---- what graphs hold ----------------------------------------------------------------------
 
-    def _kept_from_graph(
-        self, keys: dict[int, tuple[Weight, torch.dtype | None]]
-    ) -> contextlib.AbstractContextManager[None]:
+    def _kept_from_graph(self, keys: Keys) -> contextlib.AbstractContextManager[None]:
         """Have graphs hold what gives a weight again, of the weights and casts in *keys*."""
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
         find = functools.partial(self._find, keys)
         return weights_kept_from_graphs(find, "embeddings and head")
 
-    def _find(
-        self, keys: dict[int, tuple[Weight, torch.dtype | None]], tensor: torch.Tensor
-    ) -> Callable[[], torch.Tensor] | None:
+    def _find(self, keys: Keys, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it is a view of a weight or of its cast."""
-        known = keys.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
-        if known is None:
+        key = key_of(tensor)
+        if key not in keys:
             return None
-        return functools.partial(
-            self._again, *known, self._layouts.of(tensor), SavedWeight(known[0])
-        )
+        weight, dtype = keys[key]
 
-    def _again(
-        self, weight: Weight, dtype: torch.dtype | None, layout: TensorLayout, saved: SavedWeight
-    ) -> torch.Tensor:
-        saved.check()
-        view = self._whole(weight, dtype)
-        return layout.view_of(view.untyped_storage(), 0)
+        def storage() -> torch.UntypedStorage:
+            return self._whole(weight, dtype).untyped_storage()
+
+        return SavedView(weight, self._layouts.of(tensor), storage)
 
 
 def _arguments_of_embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     names = ("input", "weight")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return given["input"], given["weight"]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, DeviceWeight) or not has_storage(tensor):
-        return False
-    return not (tensor.is_conj() or tensor.is_neg())

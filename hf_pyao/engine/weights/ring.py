@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
+from hf_pyao.engine.transfer.layout import Layouts
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.blocks import Block, SavedView, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock, HeldByGraph
-from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
+from hf_pyao.engine.weights.device_weight import key_of, lost_write
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.places import Place, keeper_of
 from hf_pyao.engine.weights.read_ahead import Coming, ReadAhead
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_EXPECTED = 8
 """Uploads ahead of which blocks on a disk are looked for."""
-_PLAIN = frozenset({torch.Tensor, DeviceWeight})
 
 
 class _Call:
@@ -107,7 +106,9 @@ class WeightRing(RingSchedule):
         self.counts.staging_bytes = 0 if read_ahead is None else read_ahead.nbytes
         self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
         self._weights = weights_by_parameter(blocks)
-        self._by_key = {each.key: each.block.index for each in self.on_device}
+        self._by_key: dict[int | None, int] = {
+            each.key: each.block.index for each in self.on_device
+        }
         """By storage, the block."""
         self._places: dict[tuple[int, bool], list[Place]] = {}
         """By layer, and whether they are of experts in groups."""
@@ -474,22 +475,19 @@ class WeightRing(RingSchedule):
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it lies in a block; else None."""
-        if type(tensor) not in _PLAIN or not has_storage(tensor):
+        number = self._by_key.get(key_of(tensor))
+        if number is None:
             return None
-        number = self._by_key.get(tensor.untyped_storage()._cdata)
-        if number is None or tensor.is_conj() or tensor.is_neg():
-            return None  # what a layout does not tell holds the memory itself
         weight = self.blocks[number].weight_at(int(tensor.storage_offset()) * tensor.itemsize)
-        layout, saved = self._layouts.of(tensor), SavedWeight(weight)
-        return functools.partial(self._view_again, number, layout, saved)
+        storage = functools.partial(self._storage_of, number)
+        return SavedView(weight, self._layouts.of(tensor), storage)
 
-    def _view_again(self, block: int, layout: TensorLayout, saved: SavedWeight) -> torch.Tensor:
-        saved.check()
+    def _storage_of(self, block: int) -> torch.UntypedStorage:
         each = self.on_device[block]
         if block == self.current and block in self.slots and each.is_here and each.is_at_home:
-            return layout.view_of(each.storage, 0)
+            return each.storage
         with self._lock, unrecorded():
-            return layout.view_of(self._bring(block).storage, 0)
+            return self._bring(block).storage
 
     def holding(self, block: int, run: Callable[[], Any]) -> Any:
         """Return what *run* returns; nodes of its graph may hold views of *block*."""

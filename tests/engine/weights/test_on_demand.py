@@ -236,6 +236,19 @@ def test_weights_that_are_thawed_are_refused() -> None:
         model(**tiny_batch(0)).loss.backward()
 
 
+def test_nothing_looks_at_the_functions_of_layers() -> None:
+    model = tiny_lora("opt")
+    decoder = base_of(model).model.decoder
+    stack = torch.overrides._get_current_function_mode_stack
+    seen: dict[str, int] = {}
+    decoder.layers[1].fc1.register_forward_pre_hook(lambda *_: seen.update(inside=len(stack())))
+    decoder.final_layer_norm.register_forward_hook(lambda *_: seen.update(behind=len(stack())))
+    with attach(model, PyAOConfig(**ENDS)):
+        model(**tiny_batch(0)).loss.backward()
+    assert seen == {"inside": 0, "behind": 1}
+    assert not stack()
+
+
 class Reading(nn.Embedding):
     """Does something with its weight in forward."""
 
