@@ -14,8 +14,7 @@ from hf_pyao.auto.deciding import Deciding
 from hf_pyao.auto.install.conflicts import check_model, check_other_checkpointing
 from hf_pyao.auto.install.links import device_of, link_for
 from hf_pyao.auto.install.run_record import RunRecord
-from hf_pyao.auto.install.streaming import streaming_of
-from hf_pyao.auto.install.weights import StreamedLayers
+from hf_pyao.auto.install.weights import StreamedLayers, streaming_of
 from hf_pyao.auto.install.wiring import make_lifecycle
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.parts import Parts, parts_of

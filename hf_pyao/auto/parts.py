@@ -65,7 +65,7 @@ def parts_of(config: PyAOConfig) -> Parts:
     return Parts(
         layers=Names(names=tuple(effective.layers), label=labels["layers"]),
         link=LinkSettings.of(effective, labels),
-        streaming=StreamingSettings.of(effective, labels),
+        streaming=StreamingSettings.of(effective),
         levers=levers,
         policy=PolicySettings.of(effective),
         modules=Names(names=tuple(effective.modules), label=labels["modules"]),

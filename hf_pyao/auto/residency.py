@@ -19,12 +19,10 @@ from torch import nn
 
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.plans.settings import AutoSettings
-from hf_pyao.auto.ranks.rank_exchange import RankExchange
 from hf_pyao.auto.recording.forward_watch import ForwardWatch, Place
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
-from hf_pyao.errors import warn
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.options.chosen_levers import FIXED
@@ -40,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 OFFLOADING = ("all", "auto", "pyao")
 """Policies under which everything that may be offloaded is, before they have a plan."""
-
-WAIT_S = 60.0
-"""How long a rank waits at its first forward for what the others found."""
 
 _ANY_LINK = LinkModel(d2h_gib_per_s=16.0, h2d_gib_per_s=16.0)
 """What fits does not depend on it: copies are taken to be late."""
@@ -136,8 +131,8 @@ class Residency:
                 self._streaming.num_layers,
                 describe_error(error),
             )
-            number = self._streaming.num_resident
-        self._unplanned = _least_of_all_ranks(number)
+            return
+        self._unplanned = number
         self._streaming.ask_for(self._unplanned)
         if self._unplanned != self._streaming.num_resident:
             logger.info(
@@ -175,21 +170,3 @@ class Residency:
         now_bytes = choice.resident_bytes(self._streaming.num_resident)
         beside = beside_bytes(limit, now_bytes, parameters)
         return limit.nbytes - max(beside, optimizer_bytes(parameters))
-
-
-def _least_of_all_ranks(number: int) -> int:
-    """Return the least number that any rank found; the own one if they are not heard."""
-    exchange = RankExchange("resident layers")
-    if exchange.num_ranks == 1:
-        return number
-    exchange.tell(str(number))
-    heard = exchange.heard(wait_s=WAIT_S)
-    if heard is None:
-        warn(
-            logger,
-            "ranks-not-told",
-            "how many layers fit on other ranks is not known after %d s.",
-            WAIT_S,
-        )
-        return number
-    return min(int(text) for text in heard)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_pyao.auto.install.streaming_checks import weights_on_host_bytes
+from hf_pyao.auto.install.weights import streamed_by
 from hf_pyao.auto.recording.model_copy import CopyError
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.rerun.generators import RandomState
@@ -50,8 +50,9 @@ def predicted_disk_bytes(trainer: Any, config: PyAOConfig) -> int | None:
             slots = zip(program.slots, leaves, strict=True)
             leaving_bytes = sum(slot.link_bytes for slot, leaves in slots if leaves)
             limit_bytes = host_limit_bytes(config.host_memory_gib)
-            host_bytes = limit_bytes - weights_on_host_bytes(trainer.model, config, limit_bytes)
-            beyond_bytes = max(0, leaving_bytes - max(0, int(host_bytes)))
+            if config.stream_weights != "off":
+                limit_bytes -= streamed_by(trainer.model, config).host_bytes
+            beyond_bytes = max(0, leaving_bytes - max(0, int(limit_bytes)))
             disk_bytes = beyond_bytes if config.disk_gib is None else int(config.disk_gib * GIB)
             return min(beyond_bytes, disk_bytes)
     logger.info(

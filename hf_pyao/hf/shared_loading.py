@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ def one_copy_per_node() -> Iterator[None]:
     if len(members) == 1:
         yield
         return
-    leader = members[0]
     missing = [name for name in _METHODS if not hasattr(PreTrainedModel, name)]
     if missing:
         raise ConfigError(
@@ -77,8 +76,7 @@ def one_copy_per_node() -> Iterator[None]:
             key="one-copy-setup",
         )
     own = {name: PreTrainedModel.__dict__[name] for name in _METHODS}
-    leads = process_rank().rank == leader.rank
-    loading = _Leading(members, own) if leads else _Following(leader, len(members))
+    loading = _Loading(members, own)
     for name in _METHODS:
         setattr(PreTrainedModel, name, staticmethod(getattr(loading, name.strip("_"))))
     try:
@@ -125,37 +123,47 @@ def _node() -> str:
     return f"process {os.getpid()}"
 
 
-class _Leading:
-    """Loads for the others."""
+class _Loading:
+    """Stands for what ``from_pretrained`` calls: the first process of the node loads for all."""
 
     def __init__(self, members: list[_Member], own: dict[str, Any]) -> None:
         self._members = members
+        self._leads = process_rank().rank == members[0].rank
         self._load, self._finalize = (own[name].__func__ for name in _METHODS)
         self._round: RankExchange | None = None
 
     def load_pretrained_model(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does."""
+        """Load as transformers does, or nothing: the model is on the meta device."""
         self._round = RankExchange(_ROUND)
-        return self._or_tell(lambda: self._load(model, *args, **kwargs))
+        if self._leads:
+            with self._errors_told():
+                return self._load(model, *args, **kwargs)
+        info: Any = vars(modeling_utils)["LoadStateDictInfo"]
+        empty: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
+        return info(**{f.name: empty.get(f.name, set()) for f in dataclasses.fields(info)}), None
 
     def finalize_model_loading(self, model: PreTrainedModel, config: Any, info: Any) -> Any:
-        """Complete the model as transformers does, and share it."""
-
-        def finalize() -> Any:
+        """Complete the model as transformers does, and share it; or take the shared weights."""
+        assert self._round is not None
+        leader, *followers = self._members
+        if not self._leads:
+            heard = _hear(self._round, leader)
+            with self._errors_told():
+                adopt(model, heard, len(self._members))
+            self._tell({})
+            return info
+        with self._errors_told():
             _check(config)
             completed = self._finalize(model, config, info)
             self._tell(share(model, len(self._members)))
-            return completed
-
-        completed = self._or_tell(finalize)
-        assert self._round is not None
-        for member in self._members[1:]:  # the files live as long as this process keeps the model
+        for member in followers:  # the files live as long as this process keeps the model
             _hear(self._round, member)
         return completed
 
-    def _or_tell(self, function: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _errors_told(self) -> Iterator[None]:
         try:
-            return function()
+            yield
         except BaseException as error:
             self._tell({"error": f"{type(error).__name__}: {error}"})
             raise
@@ -163,34 +171,6 @@ class _Leading:
     def _tell(self, value: dict[str, Any]) -> None:
         assert self._round is not None
         self._round.tell(json.dumps({"error": "", **value}))
-
-
-class _Following:
-    """Builds on the meta device, and waits for the weights."""
-
-    def __init__(self, leader: _Member, num_processes: int) -> None:
-        self._leader = leader
-        self._num_processes = num_processes
-        self._round: RankExchange | None = None
-
-    def load_pretrained_model(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """Load nothing."""
-        self._round = RankExchange(_ROUND)
-        info: Any = vars(modeling_utils)["LoadStateDictInfo"]
-        empty: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
-        return info(**{f.name: empty.get(f.name, set()) for f in dataclasses.fields(info)}), None
-
-    def finalize_model_loading(self, model: PreTrainedModel, config: Any, info: Any) -> Any:
-        """Take the weights that the first process of the node has loaded."""
-        assert self._round is not None
-        heard = _hear(self._round, self._leader)
-        try:
-            adopt(model, heard, self._num_processes)
-        except BaseException as failure:
-            self._round.tell(json.dumps({"error": f"{type(failure).__name__}: {failure}"}))
-            raise
-        self._round.tell(json.dumps({"error": ""}))
-        return info
 
 
 def _check(config: Any) -> None:

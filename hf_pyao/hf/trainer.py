@@ -18,7 +18,7 @@ from hf_pyao.auto.install.conflicts import (
     check_other_checkpointing,
     check_training_arguments,
 )
-from hf_pyao.auto.install.streaming_checks import check_can_stream
+from hf_pyao.auto.install.weights import check_can_stream
 from hf_pyao.auto.retry.repeatable_inputs import RepeatableInputs
 from hf_pyao.config import SWITCHED_OFF, PyAOConfig, is_switched_off
 from hf_pyao.errors import ConfigError

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from hf_pyao.auto.zeroth_order.step import ZerothOrder
 from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
 from hf_pyao.errors import ConfigError
-from hf_pyao.model.map.module_map import unwrap_model
+from hf_pyao.model.map.wrappers import unwrap_model
 
 _OPTIONS = ("num_resident", "host_memory_gib", "stream_embeddings", "head_loss")
 """Arguments of ``ZerothOrder`` that the Trainer takes."""

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no room for embeddings": (
         tiny_lora,
         {"stream_weights": 99, "stream_embeddings": "on", "host_memory_gib": 1e-6},
-        "weights of 0 layers and of embeddings and head take .* stream_embeddings='off'",
+        "weights of 0 layers, embeddings and head .* stream_embeddings='off'",
     ),
     "no bytes": (lambda: tiny_lora("llama").to("meta"), {}, "meta device"),
     "compiled": (compiled, {}, "is compiled"),

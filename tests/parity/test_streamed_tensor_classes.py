@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.weights.flattened import FlattenedWeight
+from hf_pyao.model.weights.packed import FlattenedWeight
 from tests.helpers import ACCUMULATING, assert_same_trajectory, enable_checkpointing, train
 from tests.helpers.adapters import tiny_lora
 
@@ -128,7 +128,12 @@ def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in tensors.items():
         if is_traceable_wrapper_subclass(tensor):
-            found.update({f"{name}.{part}": each for part, each in FlattenedWeight(tensor).tensors})
+            found.update(
+                {
+                    f"{name}.{part}": each
+                    for part, each in FlattenedWeight(nn.Module(), tensor).tensors
+                }
+            )
         else:
             found[name] = tensor
     return found
@@ -179,7 +184,7 @@ def test_the_parameter_is_the_same_object_and_a_change_of_a_part_is_followed(qua
                 part = getattr(weight, weight.__tensor_flatten__()[0][1])
                 part.mul_(2)
         assert all(parameters[n] is p for n, p in model.named_parameters())
-    weights = [FlattenedWeight(each.get_parameter(name)) for each in (model, plain)]
+    weights = [FlattenedWeight(nn.Module(), each.get_parameter(name)) for each in (model, plain)]
     for (_, found), (_, expected) in zip(weights[0].tensors, weights[1].tensors, strict=True):
         assert torch.equal(found, expected)
 

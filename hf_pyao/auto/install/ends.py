@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,19 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
+from hf_pyao.engine.weights.tables import READER
 from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import ComputeDevice
 
-_KEY = "_pyao_ends"
+Layers = Sequence[tuple[str, nn.Module]]
+
+
+class _Reader(Around):
+    """Runs a module's forward with weights that are read on demand."""
+
+    def __init__(self, source: WeightsOnDemand) -> None:
+        super().__init__(source.run)
+        self.source = source
 
 
 class HostEnds:
@@ -56,7 +65,7 @@ class HostEnds:
         """Say whether *parameter* is on the host now."""
         return self.source is not None and self.source.weight_of(parameter) is not None
 
-    def find(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
+    def find(self, model: nn.Module, layers: Layers) -> Ends:
         """Return the weights of *model* that may be on the host; remember what reads them.
 
         Args:
@@ -66,7 +75,7 @@ class HostEnds:
         self._found = ends_of(model, layers)
         return self._found
 
-    def prepare(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    def prepare(self, model: nn.Module, layers: Layers) -> None:
         """Find the weights that are to be on the host; arguments as of :meth:`find`."""
         ends = self.find(model, layers)
         self.masters = [
@@ -84,24 +93,29 @@ class HostEnds:
             self._memory.give_back(masters)
         self.masters = []
 
-    def install(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
+    def install(self, model: nn.Module, layers: Layers, on_forward: Callable[[], None]) -> None:
         """Let *model* read the weights on demand that are on the host. It may be called again.
 
         Without weights, forwards are watched all the same: weights may leave while one runs.
 
         Args:
             model: the whole model.
+            layers: qualified name and module of its layers, which read none of them.
             on_forward: called as a forward begins.
         """
         if self.source is None:
             self.source = WeightsOnDemand(self._link, self._device, on_forward, self._counts)
-            for module in _containing(model, self._found.modules):
-                self._readers.exchange(module, _KEY, Around(self.source.run))
+            for module in model.modules():
+                has_forward = type(module).forward is not nn.Module.forward
+                inside = map(id, module.modules())
+                if has_forward and not self._found.modules.isdisjoint(inside):
+                    self._readers.exchange(module, READER, _Reader(self.source))
+            for _, layer in layers:
+                self._readers.exchange(layer, READER + "_layer", Around(self.source.run_layer))
         if not self.masters or self._readers:
             return
-        source = self.source
-        source.take(self.masters)
-        self._readers.put_on(model, self.has, lambda _: source)
+        self.source.take(self.masters)
+        self._readers.put_on(model, self.has)
         self._compute_device.put_on(model)
 
     def uninstall(self) -> None:
@@ -132,19 +146,3 @@ class HostEnds:
         if left := {reason: each for reason, each in self._found.left_bytes.items() if each}:
             phrase += f"; of these stay on the device: {gib_by_reason(left)}"
         return phrase
-
-
-def _containing(model: nn.Module, parts: Collection[int]) -> list[nn.Module]:
-    """Return the modules with a forward of their own that are *parts*, or have some inside.
-
-    Args:
-        model: the whole model.
-        parts: modules by ``id``.
-    """
-    found = []
-    for module in model.modules():
-        if type(module).forward is nn.Module.forward:
-            continue
-        if any(id(inner) in parts for inner in module.modules()):
-            found.append(module)
-    return found

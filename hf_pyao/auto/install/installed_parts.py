@@ -6,7 +6,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,22 +23,6 @@ if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
     from hf_pyao.model.head.head_loss import HeadLoss
     from hf_pyao.model.tiles.mlp_tiles import MLPTiles
-
-
-class Lever(Protocol):
-    """What changes the step itself on one model."""
-
-    def describe(self) -> str:
-        """Return a sentence for the log."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return its figures, by names of its own."""
-        ...
-
-    def uninstall(self) -> None:
-        """Leave the model as it was."""
-        ...
 
 
 class InstalledParts:
@@ -113,7 +97,7 @@ class InstalledParts:
             if part is not None:
                 yield part.describe()
 
-    def of_levers(self) -> tuple[Lever, ...]:
+    def of_levers(self) -> tuple[HeadLoss | MLPTiles | AttentionGroups, ...]:
         """Return what is there of head loss, tiles and groups."""
         parts = self.head_loss, self.mlp_tiles, self.attention_groups
         return tuple(part for part in parts if part is not None)

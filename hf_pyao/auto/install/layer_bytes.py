@@ -41,41 +41,35 @@ class LayerBytesWatch(Observer):
         self._engine = weakref.ref(engine)
         self._names = tuple(layer_names)
         self._streamed_bytes = streamed_bytes
-        self._num_counted = 0
-        self._next = 1
-        """Number of the micro-batch to which it listens next."""
-        self._listens = False
-        self._started: set[str] = set()
+        self._goes_on = True
+        """Whether the micro-batch that follows is listened to."""
+        self._is_whole = True
+        """Whether the newest forward has come to its last layer."""
         self._counted: dict[str, list[int]] = {}
         self.layers: list[LayerBytes] = []
-        """Of the newest micro-batch that was heard from its beginning; empty before the first."""
+        """Of the newest micro-batch that was heard; empty before the first."""
 
     def start(self) -> None:
         """Listen to the next micro-batch, and to some of those after it."""
         engine = self._engine()
         if engine is not None:
             engine.figures.tell_when_counted(weakly(self._micro_batch_counted, None))
-            self._listen()
+            engine.observe_too(self)
 
     def _micro_batch_counted(self, num_counted: int) -> None:
         """Hear that a micro-batch is over, which was listened to or not."""
-        self._num_counted = num_counted
-        if not self._listens:
-            self._listen()
-
-    def _listen(self) -> None:
-        """Listen to the micro-batch that follows, if it is the next to be heard."""
-        engine = self._engine()
-        if engine is not None and self._num_counted + 1 >= self._next:
-            self._listens = True
+        engine, following = self._engine(), num_counted + 1
+        self._goes_on = following & num_counted == 0
+        if engine is not None and self._goes_on:
+            engine.stop_observing(self)
             engine.observe_too(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Note which layers have begun since it listens."""
+        """Forget a forward that did not come to its end."""
         if is_start and not path and phase == "forward":
-            if layer in self._started and not self._started.issuperset(self._names):
-                self._forget()  # the forward before did not come to its end
-            self._started.add(layer)
+            if layer == self._names[0] and not self._is_whole:
+                self._counted = {}
+            self._is_whole = layer == self._names[-1]
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Add the bytes of *slot*."""
@@ -88,10 +82,8 @@ class LayerBytesWatch(Observer):
         self._counted.setdefault(layer, [0, 0, 0])[kind] += nbytes
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
-        """Take what was heard, if it was heard from the first layer on; listen no more."""
-        if not self._started.issuperset(self._names):
-            self._forget()
-            return
+        """Take what was heard; listen no more, unless to the next."""
+        counted, self._counted = self._counted, {}
         streamed = self._streamed_bytes()
         self.layers = [
             LayerBytes(
@@ -102,16 +94,8 @@ class LayerBytesWatch(Observer):
                 streamed_weight_bytes=streamed.get(name, 0),
             )
             for name in self._names
-            for kept, moved, recomputed in [self._counted.get(name, [0, 0, 0])]
+            for kept, moved, recomputed in [counted.get(name, [0, 0, 0])]
         ]
-        self._forget()
-        while self._next <= self._num_counted:
-            self._next *= 2
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and not self._goes_on:
             engine.stop_observing(self)
-            self._listens = False
-            self._listen()
-
-    def _forget(self) -> None:
-        self._started, self._counted = set(), {}

@@ -21,13 +21,12 @@ from hf_pyao.engine.weights.places import Place
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.model.weights.experts import ExpertsInGroups
-from hf_pyao.model.weights.flattened import FlattenedWeight
-from hf_pyao.model.weights.quantised import QuantisedWeight
+from hf_pyao.model.weights.packed import PackedWeight
 from hf_pyao.model.weights.streamable import StreamableLayer
 
 _LAYER = "_pyao_streamed_layer"
 _MODULE = "_pyao_streamed_module"
-_QUANTISED = "_pyao_streamed_quantised"
+_PACKED = "_pyao_streamed_packed"
 
 
 class RingOnModel:
@@ -53,13 +52,13 @@ class RingOnModel:
         self._counts = counts
         self.ring: WeightRing | None = None
         """None while nothing is streamed."""
-        self._in_parts: dict[int, FlattenedWeight] = {}
+        self._packed: dict[int, PackedWeight] = {}
         self._readers = WeightReaders(self.has, device)
 
     def has(self, parameter: object) -> bool:
         """Say whether *parameter* is streamed now."""
-        parts = self._in_parts.get(id(parameter))
-        if parts is not None and parts.ref() is parameter:
+        packed = self._packed.get(id(parameter))
+        if packed is not None and packed.parameter is parameter:
             return True
         return self.ring is not None and self.ring.weight_of(parameter) is not None
 
@@ -96,9 +95,8 @@ class RingOnModel:
             counts=self._counts,
             read_ahead=read_ahead,
         )
-        self._in_parts = {id(each.ref()): each for layer in layers for _, each in layer.flattened}
-        packed = {id(each.parameter): each for layer in layers for _, each in layer.quantised}
-        for weight in packed.values():
+        self._packed = {id(each.parameter): each for layer in layers for _, each in layer.packed}
+        for weight in self._packed.values():
             weight.move_tables(self._device)
             weight.follow()
         self._readers.put_on(model, self.has)
@@ -111,7 +109,7 @@ class RingOnModel:
                         continue
                     found = ring.weight_of(parameter)
                     has_groups |= found is not None and bool(found.groups)
-                    self._add_places(ring, module, name, parameter, packed.get(id(parameter)))
+                    self._add_places(ring, module, name, parameter)
                 if len(of_layer[index]) > 1 and any(map(self.has, module._parameters.values())):
                     name = type(module).__name__
                     run = functools.partial(_run_module, ring, index, name, has_groups)
@@ -121,73 +119,68 @@ class RingOnModel:
                 self._readers.exchange(layer, _LAYER, Around(run))
 
     def _add_places(
-        self,
-        ring: WeightRing,
-        module: nn.Module,
-        name: str,
-        parameter: nn.Parameter,
-        packed: QuantisedWeight | None,
+        self, ring: WeightRing, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> None:
         """Have what *module* has as *name* exchanged while its layer runs."""
         ref = weakref.ref(parameter)
-        weak = weakref.proxy(ring)
 
         def is_meant(found: object) -> bool:
             return found is ref()
 
+        packed = self._packed.get(id(parameter))
+        if packed is not None:
+            self._add_packed(ring, module, name, packed, is_meant)
+            return
         weight = ring.weight_of(parameter)
-        if weight is not None and weight.groups:
-            make: Callable[[], Any] = functools.partial(ExpertsInGroups, weak, weight)
-            table = module._parameters
-
-            def is_shadowed(found: object) -> bool:
-                """The parameter stays in its table, for those who list the module's parameters."""
-                return found is None and table.get(name) is ref()
-
-            place = Place(module, name, is_shadowed, make, is_parameter=False)
-            ring.add_place(weight.block, place, is_of_groups=True)
-            return
-        parts = self._in_parts.get(id(parameter)) if weight is None else None
-        if parts is not None:
-            weights = [each for _, t in parts.tensors if (each := ring.weight_of(t)) is not None]
-            block = ring.on_device[weights[0].block]
-
-            def in_parts() -> torch.Tensor:
-                if parts.requires_grad:
-                    raise thawed_weight(weights[0].name.rpartition(".")[0])
-                return parts.of([block.plain(each) for each in weights])
-
-            ring.add_place(weights[0].block, Place(module, name, is_meant, in_parts))
-            return
         assert weight is not None
-        block = ring.on_device[weight.block]
-        if packed is None:
-            make = functools.partial(block.weight, weight)
+        if not weight.groups:
+            make = functools.partial(ring.on_device[weight.block].weight, weight)
             ring.add_place(weight.block, Place(module, name, is_meant, make))
             return
-        scales = [each for _, t in packed.scales if (each := ring.weight_of(t)) is not None]
-        of_block = functools.partial(
-            block.once, packed, lambda: [block.plain(each) for each in (weight, *scales)]
+        table = module._parameters
+
+        def is_shadowed(found: object) -> bool:
+            """The parameter stays in its table, for those who list the module's parameters."""
+            return found is None and table.get(name) is ref()
+
+        in_groups = functools.partial(ExpertsInGroups, weakref.proxy(ring), weight)
+        place = Place(module, name, is_shadowed, in_groups, is_parameter=False)
+        ring.add_place(weight.block, place, is_of_groups=True)
+
+    def _add_packed(
+        self,
+        ring: WeightRing,
+        module: nn.Module,
+        name: str,
+        packed: PackedWeight,
+        is_meant: Callable[[object], bool],
+    ) -> None:
+        weights = [each for _, t in packed.tensors if (each := ring.weight_of(t)) is not None]
+        number = weights[0].block
+        block = ring.on_device[number]
+        views = functools.partial(
+            block.once, packed, lambda: [block.plain(each) for each in weights]
         )
 
         def parameter_on_device() -> torch.Tensor:
-            made = block.once((packed, name), lambda: packed.on_device(*of_block()))
-            if made.untyped_storage()._cdata != block.key:  # bitsandbytes has packed it for a CPU
+            if packed.parameter.requires_grad:
+                raise thawed_weight(weights[0].name.removesuffix(f".{packed.tensors[0][0]}"))
+            made = block.once((packed, name), lambda: packed.of(views()))
+            if packed.may_be_repacked and made.untyped_storage()._cdata != block.key:
                 block.forget((packed, name))
                 return parameter_on_device()
             return made
 
-        def state_on_device() -> object:
-            return packed.state_on_device(*of_block())
-
-        ring.add_place(weight.block, Place(module, name, is_meant, parameter_on_device))
+        ring.add_place(number, Place(module, name, is_meant, parameter_on_device))
         if packed.has_state:
             is_there = functools.partial(operator.is_not, None)
-            place = Place(module, "state", is_there, state_on_device, is_parameter=False)
-            ring.add_place(weight.block, place)
-        # Nodes of the layer's graph keep its weight.
-        run = functools.partial(ring.holding, weight.block)
-        self._readers.exchange(module, _QUANTISED, Around(run))
+            place = Place(
+                module, "state", is_there, lambda: packed.state_of(views()), is_parameter=False
+            )
+            ring.add_place(number, place)
+        # Nodes of the layer's graph may keep its weight.
+        run = functools.partial(ring.holding, number)
+        self._readers.exchange(module, _PACKED, Around(run))
 
     def uninstall(self) -> None:
         """Let layers find their parameters as before. It may be called again."""
@@ -196,7 +189,7 @@ class RingOnModel:
             self.ring.figures()
             self.ring.stop()
             self.ring = None
-        self._in_parts = {}
+        self._packed = {}
 
 
 def _run_layer(ring: WeightRing, layer: int, run: Callable[[], Any]) -> Any:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from hf_pyao.config import GIB, EffectiveConfig, PyAOConfig
-from hf_pyao.engine.stores.host_share import host_limit_bytes
+from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.map.module_map import find_layers
-from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import has_streamed
-from hf_pyao.model.weights.shared_weights import shared_weights_of
-from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.model.weights.streamable import StreamableLayer
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, disk_share
-from hf_pyao.text import Labels
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -48,11 +41,11 @@ class StreamingSettings:
     """How messages call that field."""
 
     @classmethod
-    def of(cls, config: EffectiveConfig, labels: Labels) -> StreamingSettings:
-        """Return what *config* says; messages call its fields by *labels*."""
+    def of(cls, config: PyAOConfig) -> StreamingSettings:
+        """Return what *config* says."""
         return cls(
             value=config.stream_weights,
-            label=labels["stream_weights"],
+            label=config.label("stream_weights"),
             embeddings=config.stream_embeddings,
             disk_path=config.disk_path,
             disk_label=config.label("disk_path"),
@@ -70,68 +63,10 @@ class StreamingSettings:
         return dataclasses.replace(self, value=plan.facts.resident_blocks)
 
 
-def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bool = False) -> None:
-    """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
-
-    For whoever prepares data, or moves the model, before it is attached.
-
-    Args:
-        model: on whatever device.
-        config: what is asked for.
-        will_be_frozen: all its parameters will be, since adapters are yet to be added.
-
-    Raises:
-        ConfigError: no layer has frozen weights, or they take more than the given host memory.
-        ConflictError: something else moves, shards or compiles the weights.
-        NoLayersFoundError: no layers were found.
-    """
-    if config.stream_weights == "off":
-        return
-    label = config.label("stream_weights")
-    check_model(model, label)
-    with _frozen(model) if will_be_frozen else contextlib.nullcontext():
-        layers, ends = _found(model, config)
-    if not any(layer.nbytes for layer in layers):
-        raise nothing_frozen(label, config.stream_weights, layers)
-    if config.stream_weights == "auto":
-        return
-    streamed = [layers[number] for number in numbers_to_stream(layers, int(config.stream_weights))]
-    nbytes = sum(layer.nbytes for layer in streamed) + ends.nbytes
-    if (shared := shared_weights_of(model)) is not None:
-        nbytes = -(-nbytes // shared.num_processes)
-    room = host_limit_bytes(config.host_memory_gib)
-    if config.host_memory_gib is None:  # the share counts only memory that is not in use yet
-        tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
-        tensors += [parameter for _, parameter in ends.parameters]
-        room += sum(each.nbytes for each in tensors if each.device.type == "cpu")
-    if nbytes > room and config.disk_path is None:
-        raise no_room(label, len(streamed), nbytes, room, with_ends=bool(ends.parameters))
-
-
-def _found(model: nn.Module, config: PyAOConfig) -> tuple[list[StreamableLayer], Ends]:
-    """Return the layers of *model*, and what of embeddings and head is to be on the host."""
-    found = find_layers(model, config.layers)
-    ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
-    return streamable_layers(model, found.layers), ends
-
-
 def numbers_to_stream(layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
     """Return which layers are streamed where *num_resident* stay."""
     stay = resident_layers(len(layers), num_resident)
     return [number for number, each in enumerate(layers) if number not in stay and each.tensors]
-
-
-@contextlib.contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze the parameters of *model* meanwhile."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
 
 
 def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLayer]) -> ConfigError:
@@ -153,31 +88,13 @@ def gib_by_reason(nbytes: Mapping[str, int]) -> str:
     return ", ".join(f"{each / GIB:.3f} GiB {reason}" for reason, each in nbytes.items())
 
 
-def no_room(
-    label: str,
-    num_layers: int,
-    nbytes: int,
-    room: int,
-    *,
-    with_ends: bool = False,
-    with_staging: bool = False,
-) -> ConfigError:
-    """Return the error for *nbytes* of weights where the host has *room*.
-
-    *with_ends*: those of embeddings and head are among them. *with_staging*: so is what weights on
-    a disk are read into.
-    """
-    ends, remedy = "", "give disk_path, or let more layers stay on the device"
-    if with_ends:
-        ends = " and of embeddings and head"
-        remedy += ", or give stream_embeddings='off'"
-    if with_staging:
-        ends += ", and what those on the disk are read into,"
-        remedy = remedy.replace("give disk_path, or ", "")
+def no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
+    """Return the error for *nbytes* of weights where the host has *room*."""
     return ConfigError(
-        f"{label}: the weights of {num_layers} layers{ends} take {nbytes / GIB:.3f} GiB of host "
-        f"memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the "
-        f"machine has more, or {remedy}.",
+        f"{label}: the weights of {num_layers} layers, embeddings and head that leave the device, "
+        f"and what is read ahead of a disk, take {nbytes / GIB:.3f} GiB of host memory, and there "
+        f"is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine has more, "
+        "let more layers stay on the device, or give disk_path or stream_embeddings='off'.",
         key="streaming-host-memory",
     )
 
@@ -218,28 +135,3 @@ def _not_whole(name: str, what: str, label: str) -> ConflictError:
         f"host: use DDP or one process, or give {label}='off'.",
         key="streaming-sharded",
     )
-
-
-def weights_on_host_bytes(model: nn.Module, config: PyAOConfig, room_bytes: float) -> float:
-    """Return the host memory that streamed weights will take of *room_bytes*.
-
-    Those that are on a disk take what they are read into.
-
-    Args:
-        model: as it will be trained.
-        config: what is asked for; ``stream_weights`` is ``"off"`` or a number.
-        room_bytes: host memory for weights and activations.
-
-    Raises:
-        NoLayersFoundError: no layers were found.
-    """
-    if config.stream_weights == "off":
-        return 0
-    layers, ends = _found(model, config)
-    numbers = numbers_to_stream(layers, int(config.stream_weights))
-    sizes = [layers[number].nbytes for number in numbers]
-    share = NOTHING_ON_DISK
-    if config.disk_path is not None:
-        share = disk_share(sizes, room_bytes - ends.nbytes)
-    on_host = (size for number, size in enumerate(sizes) if number not in share.layers)
-    return ends.nbytes + share.reserved_bytes + sum(on_host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.shared_memory import SharedMemory
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.errors import ConfigError, DiskError, warn
+from hf_pyao.errors import warn
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer
 from hf_pyao.ranks import process_rank
@@ -61,7 +61,7 @@ class WeightMemory:
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
         self.held: dict[int, Masters] = {}
-        """By layer, the memory that its weights are in now; none of layers that stay."""
+        """By layer, its weights that are streamed; those without memory are about to be."""
 
     @property
     def taken_bytes(self) -> int:
@@ -75,73 +75,62 @@ class WeightMemory:
             return 1
         return self._shared.num_processes
 
-    def masters_of(
-        self, layers: Sequence[StreamableLayer], streamed: Collection[int]
-    ) -> dict[int, Masters]:
-        """Return the masters of the *streamed* layers; those that are held keep their memory."""
-        found: dict[int, Masters] = {}
-        for layer in sorted(streamed):
-            tensors = layers[layer].tensors
-            masters = found[layer] = Masters(
-                layers[layer].fqn,
-                tensors,
-                home=self._homes[layer],
-                lie_in_order=self._is_for_disk(layer),
-            )
-            held = self.held.get(layer)
-            if held is not None and held.has(tensors):
-                masters.go_on_from(held)
-        return found
+    def plan(
+        self,
+        layers: Sequence[StreamableLayer],
+        streamed: Collection[int],
+        ends: Sequence[Masters] = (),
+    ) -> None:
+        """Have the *streamed* layers leave the device, and choose which go to the disk.
 
-    def find_again(self, layers: Sequence[StreamableLayer]) -> dict[int, Masters]:
-        """Return the masters of the layers that are held, by their parameters of now."""
-        self.held = self.masters_of(layers, self.held)
-        return dict(self.held)
+        Args:
+            layers: all layers of the model, as they are now.
+            streamed: which are streamed.
+            ends: embeddings and head that are on the host, too.
+        """
+        new = sorted(set(streamed) - set(self.held))
+        if self.disk.is_given:
+            found = {number: Masters(layers[number].fqn, layers[number].tensors) for number in new}
+            room = self._room_for([*found.values(), *ends]) - sum(each.nbytes for each in ends)
+            self.disk.choose({layer: masters.nbytes for layer, masters in found.items()}, room)
+        for number in new:
+            fqn, tensors = layers[number].fqn, layers[number].tensors
+            self.held[number] = Masters(
+                fqn, tensors, home=self._homes[number], lie_in_order=self._is_for_disk(number)
+            )
+        self.held = dict(sorted(self.held.items()))
 
     # ---- what goes where -----------------------------------------------------------------------
 
-    def choose_for_disk(
-        self,
-        layers: Sequence[StreamableLayer],
-        streamed: Sequence[int],
-        ends: Sequence[Masters] = (),
-    ) -> None:
-        """Choose which of the *streamed* layers lie on the disk, beside *ends* on the host."""
-        if not self.disk.is_given:
-            return
-        found = self.masters_of(layers, streamed)
-        room = self._room_for([*found.values(), *ends]) - sum(each.nbytes for each in ends)
-        self.disk.choose({layer: masters.nbytes for layer, masters in found.items()}, room)
-
-    def check_room(
-        self, label: str, of_layers: Mapping[int, Masters], of_ends: Sequence[Masters]
-    ) -> None:
-        """Refuse weights for which there is no room; say what several copies of them come to.
+    def check_room(self, label: str, ends: Sequence[Masters]) -> None:
+        """Refuse weights for which there is no room.
 
         Args:
             label: how messages call the setting.
-            of_layers: weights of layers, some of which may be for the disk.
-            of_ends: those of embeddings and head.
+            ends: weights of embeddings and head.
 
         Raises:
             ConfigError: there is no room.
         """
-        on_host = [each for layer, each in of_layers.items() if not self._is_for_disk(layer)]
-        found = [*on_host, *of_ends]
-        staging_bytes = self.disk.share.reserved_bytes
-        room = self._room_for(found)
-        needed = staging_bytes + sum(map(self._counted_bytes, found))
+        found = self._on_host(ends)
+        room, needed = self._room_for(found), self.needed_bytes(ends)
         if needed > room:
-            raise no_room(
-                label,
-                len(on_host),
-                needed,
-                room,
-                with_ends=bool(of_ends),
-                with_staging=bool(staging_bytes),
-            )
+            raise no_room(label, len(found) - len(ends), needed, room)
+
+    def needed_bytes(self, ends: Sequence[Masters]) -> int:
+        """Return what the weights take of the host beside what counts already, *ends* included."""
+        return self.disk.share.reserved_bytes + sum(map(self._counted_bytes, self._on_host(ends)))
+
+    def _on_host(self, ends: Sequence[Masters]) -> list[Masters]:
+        of_layers = [each for layer, each in self.held.items() if not self._is_for_disk(layer)]
+        return [*of_layers, *ends]
+
+    def tell_of_copies(self, found: Sequence[Masters]) -> None:
+        """Say what the copies of *found* come to, of which each process of the node has one."""
         num_ranks, counted_by = ranks_of_node(os.environ)
-        nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
+        nbytes = sum(
+            each.nbytes for each in found if self._file_of(each) is None and not each.in_file
+        )
         if num_ranks > 1 and nbytes and process_rank().is_first:
             warn(
                 logger,
@@ -157,7 +146,7 @@ class WeightMemory:
 
     def _is_for_disk(self, layer: int) -> bool:
         """Say whether a layer is on the disk, or is to be when it is streamed."""
-        if (held := self.held.get(layer)) is not None:
+        if (held := self.held.get(layer)) is not None and held.memory is not None:
             return held.in_file is not None
         return layer in self.disk.share.layers
 
@@ -201,9 +190,9 @@ class WeightMemory:
             masters.move_to(memory, self._mapped_files.let_go)
         return True
 
-    def give_back(self, masters: Masters | None) -> None:
+    def give_back(self, masters: Masters) -> None:
         """Count the memory of *masters* no longer, whoever still reads it."""
-        if masters is not None and masters.memory is not None:
+        if masters.memory is not None:
             self._store.return_reserved(masters.memory)
 
     def _leave_in_place(self, masters: Masters) -> bool:
@@ -228,48 +217,30 @@ class WeightMemory:
         masters.stay(twin)
         return True
 
-    def move_off_device(
-        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool
-    ) -> bool:
-        """Let *masters* lie on the disk or have memory on the host; False if there is none.
+    def move_off_device(self, layer: int, layers: Sequence[StreamableLayer]) -> bool:
+        """Let the weights of *layer* lie on the disk or the host; False if there is no room.
 
         Args:
-            layer: its position.
-            masters: its weights.
+            layer: its position; it is planned.
             layers: all layers of the model, as they are now.
-            is_new: nothing is streamed yet.
-        """
-        is_for_disk = self._is_for_disk(layer)
-        self.give_back(self.held.pop(layer, None))
-        is_taken = is_for_disk and self.disk.take(masters, layers, is_new=is_new)
-        if not is_taken and not self.take(masters):
-            return False
-        self.held[layer] = masters
-        return True
 
-    def move_to_disk(self, layers: Sequence[StreamableLayer], new: Sequence[int]) -> None:
-        """Put those of the *new* layers on the disk for which the host has no room.
-
-        Those that the disk does not take stay where they are.
+        Raises:
+            ConfigError: the disk cannot be used.
+            DiskError: the file cannot be written or read.
         """
-        self.choose_for_disk(layers, new)
-        chosen = [layer for layer in new if self._is_for_disk(layer)]
-        for layer, masters in self.masters_of(layers, chosen).items():
-            try:
-                if self.disk.take(masters, layers, is_new=True):
-                    self.held[layer] = masters
-            except (ConfigError, DiskError) as error:
-                if not any(held.in_file is not None for held in self.held.values()):
-                    self.disk.forget()
-                warn(
-                    logger,
-                    "weights-stay",
-                    "the weights of layer %r do not go to the disk, for which the host has no "
-                    "room: they stay on the device (%s).",
-                    masters.layer,
-                    error,
-                )
-                return
+        masters = self.held[layer]
+        is_on_disk = self._is_for_disk(layer) and self.disk.take(masters, layers)
+        return is_on_disk or self.take(masters)
+
+    def leave_planned(self) -> None:
+        """Have layers stay that were planned, and for whose weights there is no room."""
+        self.held = {layer: each for layer, each in self.held.items() if each.memory is not None}
+        self.forget_unused_disk()
+
+    def forget_unused_disk(self) -> None:
+        """Have no weights go to the disk, where none lie there yet."""
+        if not any(held.in_file is not None for held in self.held.values()):
+            self.disk.forget()
 
     def move_to_device(self, layer: int, device: torch.device) -> bool:
         """Let the weights of a streamed layer stay on *device*; False if there is no room."""

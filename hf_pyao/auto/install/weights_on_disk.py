@@ -10,15 +10,13 @@ from pathlib import Path
 import torch
 
 from hf_pyao.config import GIB
-from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores import Store
-from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
+from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, file_of_blocks
 from hf_pyao.engine.stores.disk_figures import speed
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.private_mapping import tells_writes
-from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
@@ -107,31 +105,29 @@ class WeightsOnDisk:
         """Speed of the disk while weights were read so far, in GiB/s; None: none were."""
         return speed(self.reader.read_bytes, self.reader.read_ms)
 
-    def take(self, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool) -> bool:
+    def take(self, masters: Masters, layers: Sequence[StreamableLayer]) -> bool:
         """Let *masters* be read from the file; make it if there is none yet.
 
         Args:
             masters: weights of a layer, which lie in order.
             layers: all layers of the model, as they are now.
-            is_new: the weights are as they were when the file was made, or it is made now.
 
         Returns:
-            False if the file has other bytes than the weights have now.
+            False if the file has no such block, or the host no room for what is read ahead.
 
         Raises:
-            ConfigError: the host has no room for what is read ahead.
+            ConfigError: the system does not tell which weights in the file were written.
             DiskError: the file cannot be written or read.
         """
         if self._staging is None:
-            self._reserve_staging()
+            self._staging = self._store.reserve(self.share.reserved_bytes)
+            if self._staging is None:
+                return False
         file = self._file
         if file is None:
             file = self._make(layers)
-            is_new = True
         place = self._places.get(masters.layer)
         if place is None or place.nbytes != masters.nbytes:
-            return False
-        if not is_new and not _has_content(place, masters.content(self._let_go)):
             return False
         masters.stay_in(WeightsInFile(file, place))
         return True
@@ -161,16 +157,6 @@ class WeightsOnDisk:
             f"read ahead into {self.share.staging_bytes / GIB:.3f} GiB of host memory ({how})"
         )
 
-    def _reserve_staging(self) -> None:
-        self._staging = self._store.reserve(self.share.reserved_bytes)
-        if self._staging is None:
-            raise ConfigError(
-                f"{self._label}: weights on the disk are read into host memory, of which "
-                f"{self.share.reserved_bytes / GIB:.3f} GiB are needed, and there is room for "
-                f"{self._store.room_to_reserve() / GIB:.3f} GiB. Raise host_memory_gib.",
-                key="streaming-host-memory",
-            )
-
     def _make(self, layers: Sequence[StreamableLayer]) -> BlockFile:
         found = [Masters(each.fqn, each.tensors, lie_in_order=True) for each in layers]
         found = [masters for masters in found if masters.masters]
@@ -189,7 +175,3 @@ class WeightsOnDisk:
             )
         self._file = file
         return file
-
-
-def _has_content(place: BlockPlace, content: torch.Tensor) -> bool:
-    return place.checksums == tuple(map(checksum, chunks_of(raw_bytes(content))))

@@ -23,6 +23,7 @@ An order that was predicted wrongly costs time, and changes no result.
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Iterator, Sequence
 
 NUM_SLOTS = 2
@@ -157,7 +158,8 @@ class RingSchedule(abc.ABC):
 
         Nothing is uploaded by this.
         """
-        return _DryRun(self).uploads(number)
+        absent = (block for block in self._upcoming() if block not in self.slots)
+        return list(itertools.islice(dict.fromkeys(absent), number))
 
     def forget(self, block: int) -> None:
         """Note that the slot that held *block* does not hold it any more."""
@@ -219,30 +221,3 @@ class RingSchedule(abc.ABC):
         self.upload(block, slot)
         self.slots[slot] = block
         self.num_uploads += 1
-
-
-class _DryRun(RingSchedule):
-    """Goes on from where a schedule is, and only notes what it would upload."""
-
-    def __init__(self, schedule: RingSchedule) -> None:
-        super().__init__(0, 0)
-        self.num_blocks = schedule.num_blocks
-        self.slots = list(schedule.slots)
-        self.current = schedule.current
-        self._orders = schedule._orders
-        self._trains = schedule._trains
-        self._position = schedule._position
-        self._uploaded: list[int] = []
-
-    def upload(self, block: int, slot: int) -> None:
-        self._uploaded.append(block)
-
-    def uploads(self, number: int) -> list[int]:
-        """Return the next *number* uploads, of two cycles at most."""
-        uses = [*self._orders[self._trains][self._position :], *self._orders[self._trains]]
-        for block in uses:
-            if len(self._uploaded) >= number:
-                break
-            self.use(block, in_backward=False)
-            self.ahead()
-        return self._uploaded[:number]

@@ -8,13 +8,13 @@ experts. So a slot need not be as large as all experts of a layer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_pyao.engine.rerun.weight_samples import have_changed, samples_of
-from hf_pyao.engine.transfer.layout import has_storage, view_of_storage
+from hf_pyao.engine.transfer.layout import TensorLayout, has_storage, view_of_storage
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.master import Master
 from hf_pyao.engine.weights.masters import Masters
@@ -105,20 +105,30 @@ class Weight:
         return view_of_storage(blank, storage, first, self.size, self.master.stride)
 
 
-class SavedWeight:
-    """A weight that autograd has saved, and its version and address at that time."""
+class SavedView:
+    """Gives a view of a weight again that autograd has saved.
 
-    __slots__ = ("_seen", "_weight")
+    Args:
+        weight: as it is now.
+        layout: of the view.
+        storage: returns the storage of its block, with its bytes.
+    """
 
-    def __init__(self, weight: Weight) -> None:
+    __slots__ = ("_layout", "_seen", "_storage", "_weight")
+
+    def __init__(
+        self, weight: Weight, layout: TensorLayout, storage: Callable[[], torch.UntypedStorage]
+    ) -> None:
         self._weight = weight
+        self._layout = layout
+        self._storage = storage
         self._seen = _marks_of(weight.ref())
 
-    def check(self) -> None:
-        """Check that the weight was not changed since, in place or by other data.
+    def __call__(self) -> torch.Tensor:
+        """Return the view.
 
         Raises:
-            SavedTensorModifiedError: it was.
+            SavedTensorModifiedError: the weight was changed since, in place or by other data.
         """
         parameter = self._weight.ref()
         if parameter is not None and _marks_of(parameter) != self._seen:
@@ -127,6 +137,7 @@ class SavedWeight:
                 "needs it as it was. Change weights before forward, or after backward.",
                 key="streamed-weight-changed",
             )
+        return self._layout.view_of(self._storage(), 0)
 
 
 class Block:
@@ -158,6 +169,7 @@ class Block:
         self._by_offset = sorted(self.weights, key=lambda weight: weight.offset)
         self._offsets = [weight.offset for weight in self._by_offset]
         self._seen: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
+        self._spans: list[Span] = []
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -173,13 +185,15 @@ class Block:
         for start, source, nbytes in self._ranges():
             yield start, memory[source : source + nbytes]
 
-    def spans(self, most_bytes: int) -> list[Span]:
+    def spans(self, most_bytes: int) -> Sequence[Span]:
         """Return what is read of the file of its layer, *most_bytes* at a time."""
-        return [
-            span
-            for start, source, nbytes in self._ranges()
-            for span in spans_of(source, nbytes, start, most_bytes)
-        ]
+        if not self._spans:
+            self._spans = [
+                span
+                for start, source, nbytes in self._ranges()
+                for span in spans_of(source, nbytes, start, most_bytes)
+            ]
+        return self._spans
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield first byte on the device and on the host, and bytes, of what lies together."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from hf_pyao.engine.transfer.layout import has_storage
 from hf_pyao.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -69,6 +70,20 @@ class DeviceWeight(torch.Tensor):
         """Leave an unpickled one plain."""
         plain: Any = Parameter(self.detach().clone(), requires_grad=False)
         return plain.__reduce_ex__(protocol)
+
+
+_PLAIN = frozenset({torch.Tensor, DeviceWeight})
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """Return by what the storage of a saved *tensor* is known; None for one that is no plain view.
+
+    What a layout does not tell is to hold the memory itself.
+    """
+    if type(tensor) not in _PLAIN or not has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        return None
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def lost_write(name: str) -> ConflictError:

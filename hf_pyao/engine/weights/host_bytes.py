@@ -1,4 +1,4 @@
-"""The host memory of streamed weights: where it is, and which bytes uploads read."""
+"""Where streamed weights lie in host memory."""
 
 from __future__ import annotations
 
@@ -53,46 +53,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class HostBytes:
-    """The memory of weights on the host.
-
-    Args:
-        lies_in: the memory that they lie in together already; None: they are to be moved.
-    """
-
-    def __init__(self, lies_in: torch.Tensor | None) -> None:
-        self.lies_in = lies_in
-        self.memory: torch.Tensor | None = None
-        """uint8, on the host; None until the weights are to be streamed from there."""
-        self._twin: torch.Tensor | None = None
-
-    def stay(self, twin: torch.Tensor | None = None) -> None:
-        """Leave the weights where they lie.
-
-        Args:
-            twin: the bytes of their whole storage, as they were when the weights came there, for
-                uploads to read; None: uploads read the weights' own memory.
-        """
-        self.memory, self._twin = self.lies_in, twin
-
-    def to_upload(self) -> torch.Tensor:
-        """Return the bytes that uploads read: uint8, of the size of :attr:`memory`."""
-        assert self.memory is not None
-        if self._twin is None:
-            return self.memory
-        start = int(self.memory.storage_offset())
-        same = self._twin[start : start + self.memory.numel()]
-        if _may_differ(self.memory) and not torch.equal(same, self.memory):
-            self._twin = None  # from now on the weights are this process's own
-            return self.memory
-        return same
-
-    def go_on_from(self, held: HostBytes) -> None:
-        """Have the memory of *held*, which has the same weights."""
-        self.memory, self._twin = held.memory, held._twin
-
-
-def _may_differ(memory: torch.Tensor) -> bool:
+def may_differ(memory: torch.Tensor) -> bool:
     """Say whether this process may have written to a private mapping."""
     try:
         return was_written(memory)

@@ -1,12 +1,9 @@
-"""``HostWeight``: what a module's attribute gives for a weight that is uploaded when it is read.
+"""``HostWeight``: what a module's attribute gives for a weight that zeroth order reads by rows.
 
-[Note: Reading on demand]
-Embeddings need a few rows of their weight, and the head needs its weight for one product. So while
-the model's forward runs, the attribute gives a tensor without memory: it has shape, dtype and
-device of the weight as compute would find it. ``F.embedding`` of it gathers rows on the host. Any
-other function gets the whole weight, which is uploaded for it, and is let go when the function
-returns. Whatever code reads the weight finds it on the compute device in this way, also code that
-reads another module's weight (DoRA), or multiplies with an embedding's.
+[Note: Weights without memory]
+It has shape, dtype and device of the weight as compute would find it, and no memory. Each function
+of it is its reader's to compute (``../zeroth_order/by_rows.py``): whatever code reads the weight
+finds it on the compute device in this way.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Reader(Protocol):
 
 
 class HostWeight(torch.Tensor):
-    """Stands for a weight on the host; see [Note: Reading on demand]."""
+    """Stands for a weight on the host; see [Note: Weights without memory]."""
 
     weight: Weight
     _reader: Reader

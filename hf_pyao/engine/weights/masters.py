@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_pyao.engine.transfer.layout import view_of_storage
-from hf_pyao.engine.weights.host_bytes import HostBytes, places_in_order, places_of
+from hf_pyao.engine.weights.host_bytes import may_differ, places_in_order, places_of
 from hf_pyao.engine.weights.master import Master
 from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.errors import ConflictError
 
 
-class Masters(HostBytes):
+class Masters:
     """The streamed weights of one layer.
 
     Args:
@@ -40,8 +40,12 @@ class Masters(HostBytes):
         tensors = [tensor for _, tensor in parameters]
         places = places_in_order if lie_in_order else places_of
         lies_in, offsets, nbytes = places(tensors)
-        super().__init__(lies_in)
         self.layer = layer
+        self.lies_in = lies_in
+        """The memory that they lie in together already; None: they are to be moved."""
+        self.memory: torch.Tensor | None = None
+        """uint8, on the host; None until the weights are to be streamed from there."""
+        self._twin: torch.Tensor | None = None
         self.masters = masters = tuple(
             Master(name, parameter, offset, home or parameter.device)
             for offset, (name, parameter) in zip(offsets, parameters, strict=True)
@@ -57,21 +61,26 @@ class Masters(HostBytes):
         )
         """Bytes that the parameters took on the host before they were moved here."""
 
-    def go_on_from(self, held: HostBytes) -> None:
-        """Have the memory of *held*, which has the same weights."""
-        super().go_on_from(held)
-        assert isinstance(held, Masters)
-        self.in_file = held.in_file
+    def stay(self, twin: torch.Tensor | None = None) -> None:
+        """Leave the weights where they lie.
 
-    def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Say whether these are the layer's weights, in this memory."""
-        if self.memory is None or len(parameters) != len(self.masters):
-            return False
-        key = self.memory.untyped_storage()._cdata
-        return all(
-            master.ref() is parameter and parameter.untyped_storage()._cdata == key
-            for master, (_, parameter) in zip(self.masters, parameters, strict=True)
-        )
+        Args:
+            twin: the bytes of their whole storage, as they were when the weights came there, for
+                uploads to read; None: uploads read the weights' own memory.
+        """
+        self.memory, self._twin = self.lies_in, twin
+
+    def to_upload(self) -> torch.Tensor:
+        """Return the bytes that uploads read: uint8, of the size of :attr:`memory`."""
+        assert self.memory is not None
+        if self._twin is None:
+            return self.memory
+        start = int(self.memory.storage_offset())
+        same = self._twin[start : start + self.memory.numel()]
+        if may_differ(self.memory) and not torch.equal(same, self.memory):
+            self._twin = None  # from now on the weights are this process's own
+            return self.memory
+        return same
 
     def move_to(
         self, memory: torch.Tensor, let_go: Callable[[torch.Tensor], None] = lambda _: None
@@ -84,7 +93,8 @@ class Masters(HostBytes):
             memory: uint8, shape (:attr:`nbytes`,), on the host.
             let_go: gets what each parameter was before, once that is copied.
         """
-        self.memory, self._twin, self.in_file = memory, None, None
+        self.memory = self.lies_in = memory
+        self._twin = self.in_file = None
         storage = memory.untyped_storage()
         with torch.no_grad():
             for master, parameter in self._living():
@@ -127,7 +137,8 @@ class Masters(HostBytes):
 
         It may be interrupted, and undone by :meth:`move_back`.
         """
-        self.memory, self._twin, self.in_file = in_file.memory, None, in_file
+        self.memory = self.lies_in = in_file.memory
+        self._twin, self.in_file = None, in_file
         storage = in_file.memory.untyped_storage()
         with torch.no_grad():
             for master, parameter in self._living():

@@ -44,12 +44,7 @@ class WeightsInFile:
         self.place = place
         self.memory = private_mapping(file, place)
         """What the parameters are views of: uint8, shape (nbytes,)."""
-        self.may_be_in_memory = False
-        """Whether someone may have read the parameters, so that the kernel keeps pages of them."""
-
-    def note_reader(self) -> None:
-        """Note that someone may read the parameters now."""
-        self.may_be_in_memory = True
+        self._mapped_files = MappedFiles()
 
     def was_written(self) -> bool:
         """Say whether the weights were changed since they were mapped, however that was done.
@@ -69,10 +64,8 @@ class WeightsInFile:
             ) from cause
 
     def let_go_of_pages(self) -> None:
-        """Let the kernel drop what it has of the mapping. Nothing is lost, written or not."""
-        if self.may_be_in_memory:
-            self.may_be_in_memory = False
-            MappedFiles().let_go(self.memory)
+        """Let the kernel drop what someone's reads have left of the mapping. Nothing is lost."""
+        self._mapped_files.let_go(self.memory)
 
 
 def spans_of(first: int, nbytes: int, start: int, most_bytes: int) -> Iterator[Span]:

@@ -35,6 +35,10 @@ CopySpan = Callable[[int, torch.Tensor], Any]
 """Queues the copy of host bytes to the slot, from a byte of it on; returns its ticket."""
 
 
+Coming = tuple[int, WeightsInFile, Sequence[Span]]
+"""A block that is read next: number, source and spans."""
+
+
 class _Piece:
     """Host memory for one span at a time."""
 
@@ -113,8 +117,8 @@ class ReadAhead:
         self._reader = reader
         self._transport = transport
         self._counts = counts
-        self._under_way: list[Arrival] = []
-        self._expected: list[Arrival] = []
+        self._arrivals: list[Arrival] = []
+        """Those that are asked for, and those that are expected, in their order."""
         self._num_copies = 0
 
     @property
@@ -135,15 +139,11 @@ class ReadAhead:
             spans: its spans.
             copy: queues the copy of a span.
         """
-        arrival = next((each for each in self._expected if each.block == block), None)
-        if arrival is None or arrival.error is not None or arrival.source is not source:
-            if arrival is not None:
-                self._let_go(arrival)
-            arrival = Arrival(block, source, spans)
-        arrival.copy = copy
-        self._under_way.append(arrival)
-        self._expected = [each for each in self._expected if each.block != block]
+        arrival = self._known(block, source, spans)
         try:
+            if arrival not in self._arrivals:
+                self._arrivals.append(arrival)
+            arrival.copy = copy
             self.go_on()
         except BaseException:  # nobody has the arrival, so that nobody could cancel it
             self.cancel(arrival)
@@ -157,9 +157,7 @@ class ReadAhead:
             DiskError: its bytes cannot be read, or are not those that were written. The arrival is
                 cancelled then.
         """
-        if arrival in self._under_way[1:]:
-            self._under_way.remove(arrival)
-            self._under_way.insert(0, arrival)
+        self._arrivals.sort(key=lambda each: each is not arrival)
         began = time.perf_counter()
         self.go_on()
         may_try_again = True  # the failed read may have begun long ago, and the drive be well again
@@ -173,40 +171,39 @@ class ReadAhead:
             self.go_on()
         self._counts.disk_wait_ms += 1e3 * (time.perf_counter() - began)
         error = arrival.error
+        self.cancel(arrival)
         if error is not None:
-            self.cancel(arrival)
             raise error
-        if arrival in self._under_way:
-            self._under_way.remove(arrival)
 
-    def expect(self, coming: Sequence[tuple[int, WeightsInFile, Sequence[Span]]]) -> None:
+    def expect(self, coming: Sequence[Coming]) -> None:
         """Read *coming* ahead as far as pieces are free: blocks, sources and spans, in order."""
-        known = {each.block: each for each in self._expected}
-        expected = []
-        for block, source, spans in coming:
-            arrival = known.get(block)
-            if arrival is not None and arrival.source is source and arrival.error is None:
-                del known[block]
-            else:
-                arrival = Arrival(block, source, spans)
-            expected.append(arrival)
-        for arrival in known.values():
-            self._let_go(arrival)
-        self._expected = expected
+        kept = [each for each in self._arrivals if each.copy is not None]
+        kept += [self._known(*each) for each in coming]
+        for arrival in self._arrivals:
+            if arrival not in kept:
+                self._let_go(arrival)
+        self._arrivals = kept
         self.go_on()
+
+    def _known(self, block: int, source: WeightsInFile, spans: Sequence[Span]) -> Arrival:
+        """Return what is expected of a block already, or a new arrival."""
+        for each in self._arrivals:
+            is_expected = each.block == block and each.copy is None
+            if is_expected and each.source is source and each.error is None:
+                return each
+        return Arrival(block, source, spans)
 
     def cancel(self, arrival: Arrival) -> None:
         """Bring *arrival* no further. Nothing is read for it after this."""
         self._let_go(arrival)
         arrival.to_read.clear()
-        if arrival in self._under_way:
-            self._under_way.remove(arrival)
+        if arrival in self._arrivals:
+            self._arrivals.remove(arrival)
 
     def release(self) -> None:
         """Cancel everything, and end the threads. It may be called again."""
-        for arrival in [*self._under_way, *self._expected]:
+        for arrival in list(self._arrivals):
             self.cancel(arrival)
-        self._expected = []
         self._reader.close()
 
     def wait_for_copies(self) -> None:
@@ -222,17 +219,17 @@ class ReadAhead:
         """Copy what has been read, and read into what is free. It waits for nothing."""
         if any(piece.is_starting for piece in self._pieces):
             self._recover()
-        for arrival in self._under_way:
-            self._copy_what_came(arrival)
-        for arrival in (*self._under_way, *self._expected):
+        for arrival in self._arrivals:
+            if arrival.copy is not None:
+                self._copy_what_came(arrival, arrival.copy)
+        for arrival in sorted(self._arrivals, key=lambda each: each.copy is None):
             while arrival.to_read and arrival.error is None:
                 piece = self._free_piece() or self._taken_from_expected(arrival)
                 if piece is None:
                     return
                 self._read(arrival, piece)
 
-    def _copy_what_came(self, arrival: Arrival) -> None:
-        assert arrival.copy is not None
+    def _copy_what_came(self, arrival: Arrival, copy: CopySpan) -> None:
         while arrival.pieces and arrival.error is None:
             piece = arrival.pieces[0]
             if piece.read is not None:
@@ -252,7 +249,7 @@ class ReadAhead:
                 assert span is not None
                 offset = span.first - piece.read.start
                 # An interrupt from here on has the span copied again: the newer ticket counts.
-                piece.ticket = arrival.copy(span.start, piece.memory[offset : offset + span.nbytes])
+                piece.ticket = copy(span.start, piece.memory[offset : offset + span.nbytes])
                 piece.order = self._num_copies = self._num_copies + 1
                 piece.read = None
             arrival.pieces.popleft()
@@ -281,8 +278,8 @@ class ReadAhead:
         """Return a piece of the block that is expected last, for one that is asked for."""
         if arrival.copy is None:
             return None
-        for other in reversed(self._expected):
-            if other.pieces:
+        for other in reversed(self._arrivals):
+            if other.copy is None and other.pieces:
                 return self._put_back(other, -1)
         return None
 
@@ -304,7 +301,7 @@ class ReadAhead:
     def _recover(self) -> None:
         """Let reads end of which no one knows, since an interrupt came as they were handed over."""
         self._reader.close()
-        held = {id(piece) for each in (*self._under_way, *self._expected) for piece in each.pieces}
+        held = {id(piece) for each in self._arrivals for piece in each.pieces}
         for piece in self._pieces:
             if piece.is_starting:
                 piece.is_starting = False
@@ -316,7 +313,7 @@ class ReadAhead:
         reading = arrival if arrival.pieces else None
         copying = [p for p in self._pieces if p.read is None and p.ticket is not None]
         if reading is None and not copying:  # others have all pieces
-            reading = next((each for each in self._under_way if each.pieces), None)
+            reading = next((each for each in self._arrivals if each.copy and each.pieces), None)
             if reading is None:
                 raise InternalError("no piece of host memory is left to read a block into")
         if reading is not None:

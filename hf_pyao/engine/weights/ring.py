@@ -28,17 +28,16 @@ from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, has_storage
+from hf_pyao.engine.transfer.layout import Layouts
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.blocks import Block, SavedView, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock, HeldByGraph
-from hf_pyao.engine.weights.device_weight import DeviceWeight, lost_write
+from hf_pyao.engine.weights.device_weight import key_of, lost_write
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.on_disk import Span, WeightsInFile
 from hf_pyao.engine.weights.places import Place, keeper_of
-from hf_pyao.engine.weights.read_ahead import ReadAhead
+from hf_pyao.engine.weights.read_ahead import Coming, ReadAhead
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError, warn
 
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_EXPECTED = 8
 """Uploads ahead of which blocks on a disk are looked for."""
-_PLAIN = frozenset({torch.Tensor, DeviceWeight})
 
 
 class _Call:
@@ -108,7 +106,9 @@ class WeightRing(RingSchedule):
         self.counts.staging_bytes = 0 if read_ahead is None else read_ahead.nbytes
         self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
         self._weights = weights_by_parameter(blocks)
-        self._by_key = {each.key: each.block.index for each in self.on_device}
+        self._by_key: dict[int | None, int] = {
+            each.key: each.block.index for each in self.on_device
+        }
         """By storage, the block."""
         self._places: dict[tuple[int, bool], list[Place]] = {}
         """By layer, and whether they are of experts in groups."""
@@ -118,8 +118,6 @@ class WeightRing(RingSchedule):
         self._backward: _Call | None = None
         """That of the layer whose backward runs; in groups where the layer has several blocks."""
         self._backward_task = NO_TASK
-        self._spans: dict[int, Sequence[Span]] = {}
-        """By block, what is read of its file."""
         self._layouts = Layouts()
         self._lock = threading.RLock()  # autograd runs a thread for each device
         self._has_told_of_holders = False
@@ -462,48 +460,34 @@ class WeightRing(RingSchedule):
         if self._read_ahead is not None:
             self._read_ahead.expect(self._coming_from_disk(self._read_ahead))
 
-    def _coming_from_disk(
-        self, read_ahead: ReadAhead
-    ) -> list[tuple[int, WeightsInFile, Sequence[Span]]]:
+    def _coming_from_disk(self, read_ahead: ReadAhead) -> list[Coming]:
         """Return the blocks that are read next, as many as have room."""
-        found: list[tuple[int, WeightsInFile, Sequence[Span]]] = []
+        found: list[Coming] = []
         nbytes = 0
-        for block in self.coming(_MOST_EXPECTED):
-            in_file = self.blocks[block].masters.in_file
-            if in_file is None or any(block == other for other, *_ in found):
-                continue
-            found.append((block, in_file, self._spans_of(block, read_ahead.piece_bytes)))
-            nbytes += self.blocks[block].nbytes
-            if nbytes >= read_ahead.nbytes:
-                break
+        for block in map(self.blocks.__getitem__, self.coming(_MOST_EXPECTED)):
+            in_file = block.masters.in_file
+            if in_file is not None and nbytes < read_ahead.nbytes:
+                found.append((block.index, in_file, block.spans(read_ahead.piece_bytes)))
+                nbytes += block.nbytes
         return found
-
-    def _spans_of(self, block: int, piece_bytes: int) -> Sequence[Span]:
-        spans = self._spans.get(block)
-        if spans is None:
-            spans = self._spans[block] = self.blocks[block].spans(piece_bytes)
-        return spans
 
     # ---- what graphs hold ----------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it lies in a block; else None."""
-        if type(tensor) not in _PLAIN or not has_storage(tensor):
+        number = self._by_key.get(key_of(tensor))
+        if number is None:
             return None
-        number = self._by_key.get(tensor.untyped_storage()._cdata)
-        if number is None or tensor.is_conj() or tensor.is_neg():
-            return None  # what a layout does not tell holds the memory itself
         weight = self.blocks[number].weight_at(int(tensor.storage_offset()) * tensor.itemsize)
-        layout, saved = self._layouts.of(tensor), SavedWeight(weight)
-        return functools.partial(self._view_again, number, layout, saved)
+        storage = functools.partial(self._storage_of, number)
+        return SavedView(weight, self._layouts.of(tensor), storage)
 
-    def _view_again(self, block: int, layout: TensorLayout, saved: SavedWeight) -> torch.Tensor:
-        saved.check()
+    def _storage_of(self, block: int) -> torch.UntypedStorage:
         each = self.on_device[block]
         if block == self.current and block in self.slots and each.is_here and each.is_at_home:
-            return layout.view_of(each.storage, 0)
+            return each.storage
         with self._lock, unrecorded():
-            return layout.view_of(self._bring(block).storage, 0)
+            return self._bring(block).storage
 
     def holding(self, block: int, run: Callable[[], Any]) -> Any:
         """Return what *run* returns; nodes of its graph may hold views of *block*."""

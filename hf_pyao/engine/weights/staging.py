@@ -13,64 +13,23 @@ from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.host_bytes import aligned
 
 
-class Piece:
-    """Memory for one upload at a time."""
-
-    __slots__ = ("is_lent", "is_reserved", "memory", "ticket")
-
-    def __init__(self, memory: torch.Tensor, *, is_reserved: bool) -> None:
-        self.memory = memory
-        """uint8, on the host."""
-        self.is_reserved = is_reserved
-        self.is_lent = True
-        self.ticket: Any = None
-        """Of the copy that may still read the memory."""
-
-
 class Staging:
-    """Lends host memory for uploads, page-locked where the store's memory is.
+    """Uploads rows through host memory, page-locked where the store's memory is.
 
-    A piece is used again once the copy that reads it has ended. Where the store has no room, the
-    memory is pageable and is let go with the upload.
+    Memory is used again once the copy that reads it has ended. Where the store has no room, it is
+    pageable.
 
     Args:
         store: host memory.
-        transport: knows whether a copy has ended.
+        transport: copies, and knows whether a copy has ended.
     """
 
     def __init__(self, store: Store, transport: Transport) -> None:
         self._store = store
         self._transport = transport
-        self._pieces: list[Piece] = []
+        self._pieces: list[tuple[torch.Tensor, Any]] = []
+        """Memory, and the ticket of the copy that may still read it; None: no one knows of it."""
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held now."""
-        return sum(piece.memory.numel() for piece in self._pieces)
-
-    def lend(self, nbytes: int) -> Piece:
-        """Return memory of *nbytes* at least, which no copy reads."""
-        with self._lock:
-            free = [piece for piece in self._pieces if self._is_free(piece)]
-            for piece in free:
-                if piece.memory.numel() >= nbytes and piece.is_reserved:
-                    piece.is_lent = True
-                    return piece
-            for piece in free:  # too small: batches have grown
-                self._drop(piece)
-            memory = self._store.reserve(aligned(nbytes))
-            is_reserved = memory is not None
-            if memory is None:
-                memory = torch.empty(nbytes, dtype=torch.uint8)
-            piece = Piece(memory, is_reserved=is_reserved)
-            self._pieces.append(piece)
-            return piece
-
-    def give_back(self, piece: Piece, ticket: Any) -> None:
-        """Take *piece* back, which the copy of *ticket* still reads; None: no copy does."""
-        piece.ticket = ticket
-        piece.is_lent = False
 
     def upload_rows(
         self,
@@ -93,36 +52,39 @@ class Staging:
         rows = torch.empty(size, dtype=table.dtype, device=device)
         if not rows.nbytes:
             return rows
-        piece = self.lend(rows.nbytes)
-        gathered = piece.memory[: rows.nbytes]
-        try:
-            torch.index_select(table, 0, numbers, out=gathered.view(table.dtype).view(size))
-        except BaseException:
-            self.give_back(piece, None)
-            raise
+        memory = self._free_memory(rows.nbytes)
+        gathered = memory[: rows.nbytes]
+        torch.index_select(table, 0, numbers, out=gathered.view(table.dtype).view(size))
         target = bytes_view(rows.untyped_storage(), device, 0, rows.nbytes)
+        ticket = None
         try:
             ticket = self._transport.reload(gathered, target, label=label, times=times)
-            self.give_back(piece, ticket)
             self._transport.wait(ticket)
-        except BaseException:
-            # An interrupt: the copy may be queued, and no one knows. The piece stays lent then.
+        except BaseException:  # an interrupt: the copy may be queued, and no one knows
             self._transport.retire_all()
             raise
+        finally:
+            with self._lock:
+                self._pieces.append((memory, ticket))
         return rows
 
-    def release(self) -> None:
-        """Let go of all memory that no copy reads."""
+    def _free_memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory of *nbytes* at least, which no copy reads; what is too small goes."""
         with self._lock:
-            for piece in [each for each in self._pieces if self._is_free(each)]:
-                self._drop(piece)
+            free = self._take_free()
+            found = next((memory for memory in free if memory.numel() >= nbytes), None)
+            if found is None:
+                free.clear()
+                found = self._store.reserve(aligned(nbytes))
+            return torch.empty(nbytes, dtype=torch.uint8) if found is None else found
 
-    def _is_free(self, piece: Piece) -> bool:
-        if piece.is_lent:
-            return False
-        return piece.ticket is None or self._transport.is_done(piece.ticket)
+    def release(self) -> None:
+        """Let go of all memory that no copy reads: it goes back to the store by itself."""
+        with self._lock:
+            self._take_free()
 
-    def _drop(self, piece: Piece) -> None:
-        self._pieces.remove(piece)
-        if piece.is_reserved:
-            self._store.return_reserved(piece.memory)
+    def _take_free(self) -> list[torch.Tensor]:
+        pieces, is_done = self._pieces, self._transport.is_done
+        free = [piece for piece in pieces if piece[1] is not None and is_done(piece[1])]
+        self._pieces = [piece for piece in pieces if not any(piece is each for each in free)]
+        return [memory for memory, _ in free]

@@ -1,12 +1,11 @@
 """The parameter table of a module whose weights are read where a source says.
 
 [Note: Tables]
-``nn.Module`` finds parameters in ``_parameters``. In modules of embeddings and head on the host,
-and of zeroth order, this table is a dictionary of the same content, whose *look-up* of a name gives
-what its source reads on the device. Who goes through the table (``parameters()``, ``state_dict()``,
-``_apply``) finds the Parameter objects. So nothing is ever exchanged in the table: an exception in
-mid-pass, or an interrupt, leaves it as it was. Code that reads the weight of another module (as
-DoRA does) needs no hook.
+``nn.Module`` finds parameters in ``_parameters``. In modules of zeroth order this table is a
+dictionary of the same content, whose *look-up* of a name gives what its source reads on the device.
+Who goes through the table (``parameters()``, ``state_dict()``, ``_apply``) finds the Parameter
+objects. So nothing is ever exchanged in the table: an exception in mid-pass, or an interrupt,
+leaves it as it was. Code that reads the weight of another module needs no hook.
 
 A copy of the module, and a pickled one, has a plain dictionary.
 """
@@ -23,11 +22,13 @@ from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.weights.host_weight import HostWeight
-from hf_pyao.engine.weights.on_demand import WeightsOnDemand
+
+READER = "_pyao_ends"
+"""Key of what a module with a weight on demand has, whose ``source`` reads it."""
 
 
 class Source(Protocol):
-    """What brings weights to the device: the ring, or reads on demand."""
+    """What brings weights to the device."""
 
     device: torch.device
     """Where compute reads the weights."""
@@ -67,12 +68,6 @@ class StreamedTable(dict[str, Any]):
         if value is None or not self.source.holds(value):
             super().__setitem__(name, value)
 
-    def streamed(self) -> Iterator[tuple[Parameter, torch.device]]:
-        """Yield those that are streamed, and the device on which they are read."""
-        for parameter in dict.values(self):
-            if parameter is not None and self.source.streams(parameter):
-                yield parameter, self.source.device
-
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Leave the copy a plain table."""
         return copy.deepcopy(self.copy(), memo)
@@ -98,10 +93,9 @@ def held_on_device(module: nn.Module) -> Iterator[None]:
     """Keep the weights of *module* that are uploaded when they are read until the end."""
     with contextlib.ExitStack() as stack:
         for each in module.modules():
-            table = each.__dict__["_parameters"]
-            if isinstance(table, StreamedTable) and isinstance(table.source, WeightsOnDemand):
-                parameters = [parameter for parameter, _ in table.streamed()]
-                stack.enter_context(table.source.held(parameters))
+            handle = each.__dict__.get(READER)
+            if handle is not None:
+                stack.enter_context(handle.source.held(each))
         yield
 
 

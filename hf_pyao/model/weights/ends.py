@@ -9,16 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn import Parameter
 
-from hf_pyao.model.weights.streamable import (
-    ADAPTER,
-    PARAMETRIZED,
-    TIED,
-    is_tied,
-    owners_by_storage,
-    parameters_of_adapters,
-    reason_to_stay,
-    wrapped_by_peft,
-)
+from hf_pyao.model.weights.streamable import Surroundings, reason_to_stay
 
 RENORMALISED = "with max_norm"
 """Such an embedding writes into its weight in forward."""
@@ -53,34 +44,22 @@ def ends_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
         model: the whole model.
         layers: qualified name and module; what they have is not looked at.
     """
-    inside = {id(module) for _, layer in layers for module in layer.modules()}
-    heads = list(_modules_of_heads(model))
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    modules = set(map(id, (*heads, *embeddings))) - inside
-    owners, adapters = owners_by_storage(model), parameters_of_adapters(model)
-    wrapped = wrapped_by_peft(model)
+    around = Surroundings(model)
     found: dict[int, tuple[str, Parameter]] = {}
     left: Counter[str] = Counter()
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        parameter = module._parameters.get("weight") if id(module) in modules else None
-        if parameter is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        reason = ADAPTER if id(parameter) in adapters else reason_to_stay(module, parameter)
-        if not reason and (id(module), "weight") in wrapped:
-            reason = PARAMETRIZED
-        if not reason and is_tied(parameter, owners, modules):
-            reason = TIED
-        if not reason and isinstance(module, nn.Embedding) and module.max_norm is not None:
+    modules, candidates = _candidates(model, layers)
+    for name, module, parameter in candidates:
+        reason = reason_to_stay(module, parameter)
+        reason = reason or around.reason(module, "weight", parameter, modules)
+        if not reason and getattr(module, "max_norm", None) is not None:
             reason = RENORMALISED
         if reason:
             left[reason] += parameter.nbytes
         else:
-            found[id(parameter)] = f"{path}.weight" if path else "weight", parameter
+            found[id(parameter)] = name, parameter
     return Ends(
         parameters=tuple(found.values()),
-        projecting=frozenset(id(each._parameters.get("weight")) for each in heads) & set(found),
+        projecting=_weights_of_heads(model) & set(found),
         modules=frozenset(
             id(module)
             for module in model.modules()
@@ -88,6 +67,27 @@ def ends_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
         ),
         left_bytes=left,
     )
+
+
+def _candidates(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
+) -> tuple[set[int], list[tuple[str, nn.Module, Parameter]]]:
+    """Return embeddings and modules of heads by ``id``, and their weights, each once."""
+    inside = {id(module) for _, layer in layers for module in layer.modules()}
+    modules = {id(module) for module in _modules_of_heads(model)}
+    modules |= {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
+    modules -= inside
+    found: dict[int, tuple[str, nn.Module, Parameter]] = {}
+    for path, module in model.named_modules():
+        parameter = module._parameters.get("weight") if id(module) in modules else None
+        if parameter is not None:
+            name = f"{path}.weight" if path else "weight"
+            found.setdefault(id(parameter), (name, module, parameter))
+    return modules, list(found.values())
+
+
+def _weights_of_heads(model: nn.Module) -> frozenset[int]:
+    return frozenset(id(each._parameters.get("weight")) for each in _modules_of_heads(model))
 
 
 def _modules_of_heads(model: nn.Module) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
-from hf_pyao.model.weights.quantised import move_state
+from hf_pyao.model.weights.packed import move_state
 
 STAYING = "_pyao_streamed_apply"
 """Key of :class:`StayingParameters` in a module whose ``_apply`` it stands for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,7 @@ from hf_pyao.engine.transfer.layout import byte_span, has_storage
 from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
 from hf_pyao.model.weights.experts import FusedExperts, fused_experts
-from hf_pyao.model.weights.flattened import FlattenedWeight, flattened
-from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
+from hf_pyao.model.weights.packed import FlattenedWeight, PackedWeight, packed_weight
 from hf_pyao.training_engines import ENGINES, package_of
 
 LEAST_DIMENSIONS = 2
@@ -42,11 +41,9 @@ class StreamableLayer:
 
     fqn: str
     parameters: tuple[tuple[str, Parameter], ...]
-    """Qualified name in the model, and parameter; each of them once."""
-    quantised: tuple[tuple[str, QuantisedWeight], ...] = ()
-    """Those of them that are quantised, by qualified name; their scales travel with them."""
-    flattened: tuple[tuple[str, FlattenedWeight], ...] = ()
-    """Parameters of tensor classes whose parts are streamed in their place, by qualified name."""
+    """Qualified name in the model, and parameter, of those that are one tensor; each once."""
+    packed: tuple[tuple[str, PackedWeight], ...] = ()
+    """The parameters that are streamed as several tensors, by qualified name."""
     experts: tuple[tuple[str, FusedExperts], ...] = ()
     """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
@@ -54,23 +51,18 @@ class StreamableLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that may be streamed, and of their scales."""
+        """Bytes of the tensors that may be streamed."""
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor of all that is streamed: parameters, scales, parts of tensor classes."""
-        scales = [
-            (f"{name}.{scale}", tensor)
-            for name, weight in self.quantised
-            for scale, tensor in weight.scales
-        ]
-        parts = [
-            (f"{name}.{part}", tensor)
-            for name, weight in self.flattened
+        """Name and tensor of all that is streamed; fused experts come last."""
+        of_packed = [
+            (f"{name}.{part}" if part else name, tensor)
+            for name, weight in self.packed
             for part, tensor in weight.tensors
         ]
-        return [*self.parameters, *scales, *parts]
+        return [*of_packed, *self.parameters]
 
     @property
     def expert_bytes(self) -> int:
@@ -87,11 +79,6 @@ class StreamableLayer:
             return []
         return [each for fqn, experts in self.experts for each in experts.groups(limit_bytes, fqn)]
 
-    def group_bytes(self, groups: ExpertGroups) -> int:
-        """Return the bytes of the first group of *groups*, which is the largest."""
-        weights = [each for name, each in self.parameters if name in groups.names]
-        return sum(each.nbytes // each.shape[0] * groups.group_size for each in weights)
-
 
 def largest_block_bytes(layers: Sequence[StreamableLayer]) -> int:
     """Return how large a block of *layers* may be: layers with more are divided, if they can be."""
@@ -101,10 +88,7 @@ def largest_block_bytes(layers: Sequence[StreamableLayer]) -> int:
 def slot_bytes(layers: Sequence[StreamableLayer]) -> int:
     """Return about how large a slot is that takes any block of *layers*, alignment left out."""
     limit_bytes = largest_block_bytes(layers)
-    sizes = []
-    for layer in layers:
-        groups = [layer.group_bytes(each) for each in layer.groups(limit_bytes)]
-        sizes += [layer.nbytes - layer.expert_bytes, *groups] if groups else [layer.nbytes]
+    sizes = (min(each.nbytes, limit_bytes) if each.experts else each.nbytes for each in layers)
     return max(sizes, default=0)
 
 
@@ -117,115 +101,87 @@ def streamable_layers(
         model: the whole model: what is tied with a parameter outside of its layer stays.
         layers: qualified name and module, in forward order.
     """
-    surroundings = _Surroundings(
-        owners=owners_by_storage(model),
-        wrapped=wrapped_by_peft(model),
-        adapters=parameters_of_adapters(model),
-        holders=_holders(model),
-        in_layers=Counter(id(each) for _, layer in layers for each in layer.modules()),
-    )
-    found = []
-    for fqn, layer in layers:
-        search = _LayerSearch(fqn, layer, surroundings)
-        for path, module in layer.named_modules():
-            search.look_at(path, module)
-        found.append(search.found())
-    return found
+    around = Surroundings(model, layers)
+    return [_streamable(fqn, layer, around) for fqn, layer in layers]
 
 
-@dataclass(frozen=True)
-class _Surroundings:
-    """What of the whole model decides whether a weight of a layer may be streamed."""
+class Surroundings:
+    """What of a whole model decides whether a weight may be streamed.
 
-    owners: Owners
-    wrapped: Collection[tuple[int, str]]
-    adapters: Collection[int]
-    holders: Mapping[int, Set[int]]
-    in_layers: Counter[int]
-    """By module, how many layers have it."""
+    Args:
+        model: the whole model.
+        layers: qualified name and module.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        self._owners = owners_by_storage(model)
+        self._wrapped = _wrapped_by_peft(model)
+        self._adapters = _parameters_of_adapters(model)
+        self._in_layers = Counter(id(each) for _, layer in layers for each in layer.modules())
+        self._holders: dict[int, set[int]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                self._holders.setdefault(id(parameter), set()).add(id(module))
+
+    def reason(self, module: nn.Module, name: str, parameter: Parameter, inside: Set[int]) -> str:
+        """Return why *parameter* of *module* stays on the device; empty: it need not.
+
+        Args:
+            module: its owner.
+            name: of the parameter there.
+            parameter: any.
+            inside: by ``id``, modules that may have it.
+        """
+        if id(parameter) in self._adapters:
+            return ADAPTER
+        if (id(module), name) in self._wrapped:
+            return PARAMETRIZED
+        is_shared = self._in_layers[id(module)] > 1 or not self._holders[id(parameter)] <= inside
+        return TIED if is_shared or is_tied(parameter, self._owners, inside) else ""
 
 
-class _LayerSearch:
-    """Looks for the weights of one layer that may be streamed."""
-
-    def __init__(self, fqn: str, layer: nn.Module, surroundings: _Surroundings) -> None:
-        self._fqn = fqn
-        self._inside = {id(module) for module in layer.modules()}
-        self._around = surroundings
-        self._parameters: dict[int, tuple[str, Parameter]] = {}
-        self._packed: list[tuple[str, QuantisedWeight]] = []
-        self._in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
-        self._fused: list[tuple[str, FusedExperts]] = []
-        self._left: Counter[str] = Counter()
-
-    def look_at(self, path: str, module: nn.Module) -> None:
-        """Note the parameters that *module*, at *path* in the layer, has itself."""
+def _streamable(fqn: str, layer: nn.Module, around: Surroundings) -> StreamableLayer:
+    inside = {id(module) for module in layer.modules()}
+    parameters: dict[int, tuple[str, Parameter]] = {}
+    packed: dict[int, tuple[str, PackedWeight]] = {}
+    fused: list[tuple[str, FusedExperts]] = []
+    left: Counter[str] = Counter()
+    for path, module in layer.named_modules():
+        prefix = ".".join(part for part in (fqn, path) if part)
         experts = fused_experts(module)
         if experts is not None:
-            self._fused.append((self._name_of(path), experts))
+            fused.append((prefix, experts))
         for name, parameter in module._parameters.items():
             key = id(parameter)
-            if parameter is None or key in self._parameters or key in self._in_parts:
+            if parameter is None or key in parameters or key in packed:
                 continue
-            weight = quantised(module, parameter)
-            parts = _parts_of(parameter) if weight is None else None
-            is_known = weight is not None or parts is not None
-            reason = reason_to_stay(module, parameter, is_known=is_known)
-            reason = reason or self._reason(module, name, parameter, experts, parts)
+            weight = _packed(module, parameter)
+            reason = reason_to_stay(module, parameter, is_known=weight is not None)
+            if not reason and experts is not None and name in experts.biases:
+                reason = VECTOR
+            reason = reason or around.reason(module, name, parameter, inside)
             if reason:
-                self._left[reason] += parameter.nbytes if has_storage(parameter) else 0
-                continue
-            whole = self._name_of(path, name)
-            if parts is not None:
-                self._in_parts[key] = whole, parts
-                continue
-            self._parameters[key] = whole, parameter
-            if weight is not None:
-                self._packed.append((whole, weight))
-
-    def _name_of(self, *path: str) -> str:
-        return ".".join(part for part in (self._fqn, *path) if part)
-
-    def _reason(
-        self,
-        module: nn.Module,
-        name: str,
-        parameter: Parameter,
-        experts: FusedExperts | None,
-        parts: FlattenedWeight | None,
-    ) -> str:
-        """Return why a parameter stays on the device, for what is around it; empty: it need not."""
-        around = self._around
-        if id(parameter) in around.adapters:
-            return ADAPTER
-        if experts is not None and name in experts.biases:
-            return VECTOR
-        if (id(module), name) in around.wrapped:
-            return PARAMETRIZED
-        if around.in_layers[id(module)] > 1 or is_tied(parameter, around.owners, self._inside):
-            return TIED
-        is_held_outside = parts is not None and not around.holders[id(parameter)] <= self._inside
-        return TIED if is_held_outside else ""
-
-    def found(self) -> StreamableLayer:
-        """Return what may be streamed of the layer."""
-        names = {name for name, _ in self._parameters.values()}
-        whole_experts = [
-            (path, experts)
-            for path, experts in self._fused
-            if all(f"{path}.{name}" in names for name in experts.names)
-        ]
-        of_experts = {f"{path}.{name}" for path, each in whole_experts for name in each.names}
-        # Experts last: what else a layer has lies together, for one copy.
-        parameters = sorted(self._parameters.values(), key=lambda each: each[0] in of_experts)
-        return StreamableLayer(
-            fqn=self._fqn,
-            parameters=tuple(parameters),
-            experts=tuple(whole_experts),
-            quantised=tuple(self._packed),
-            flattened=tuple(self._in_parts.values()),
-            left_bytes=self._left,
-        )
+                left[reason] += parameter.nbytes if has_storage(parameter) else 0
+            elif weight is not None:
+                packed[key] = f"{prefix}.{name}", weight
+            else:
+                parameters[key] = f"{prefix}.{name}", parameter
+    names = {name for name, _ in parameters.values()}
+    whole = [
+        (path, experts)
+        for path, experts in fused
+        if names.issuperset(f"{path}.{name}" for name in experts.names)
+    ]
+    of_experts = {f"{path}.{name}" for path, each in whole for name in each.names}
+    # Experts last: what else a layer has lies together, for one copy.
+    in_order = sorted(parameters.values(), key=lambda each: each[0] in of_experts)
+    return StreamableLayer(
+        fqn=fqn,
+        parameters=tuple(in_order),
+        experts=tuple(whole),
+        packed=tuple(packed.values()),
+        left_bytes=left,
+    )
 
 
 def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = False) -> str:
@@ -254,26 +210,15 @@ def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = 
     return ""
 
 
-def _parts_of(parameter: Parameter) -> FlattenedWeight | None:
-    """Return what streams *parameter* by its parts, if its class has dense ones; else None."""
-    if _is_plain(parameter) or any(engine.has(parameter) for engine in ENGINES):
-        return None
-    weight = flattened(parameter)
-    if weight is None or not all(is_dense(tensor) for _, tensor in weight.tensors):
+def _packed(module: nn.Module, parameter: Parameter) -> PackedWeight | None:
+    """Return what streams *parameter* as several tensors; None if its class has no dense ones."""
+    weight = None if any(e.has(parameter) for e in ENGINES) else packed_weight(module, parameter)
+    if isinstance(weight, FlattenedWeight) and not all(is_dense(t) for _, t in weight.tensors):
         return None
     return weight
 
 
-def _holders(model: nn.Module) -> dict[int, set[int]]:
-    """Return by id of each parameter the ids of the modules that have it."""
-    holders: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            holders.setdefault(id(parameter), set()).add(id(module))
-    return holders
-
-
-def parameters_of_adapters(model: nn.Module) -> set[int]:
+def _parameters_of_adapters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of PEFT's adapters, and of what they take the place of.
 
     PEFT freezes and thaws both as adapters are switched, as DPO does for its reference.
@@ -294,7 +239,7 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
     return found
 
 
-def wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
+def _wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
     """Return module and name of the parameters that PEFT parametrizes during forward.
 
     Its ``ParamWrapper`` (adapters on parameters, as those of fused experts) puts what the module's
@@ -341,7 +286,7 @@ def owners_by_storage(model: nn.Module) -> Owners:
     return owners
 
 
-def is_tied(parameter: Parameter, owners: Owners, inside: set[int]) -> bool:
+def is_tied(parameter: Parameter, owners: Owners, inside: Set[int]) -> bool:
     """Say whether another parameter has some of its bytes, or a module outside of the layer has it.
 
     Parameters that lie beside each other in one storage are not tied.

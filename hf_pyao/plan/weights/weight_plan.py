@@ -17,8 +17,6 @@ class WeightPlan:
     num_layers: int
     streamed_layers: tuple[int, ...]
     """Positions in forward order; the others stay on the device."""
-    slot_bytes: int
-    num_slots: int
     device_bytes: int
     """Of the ring: slots times their size."""
     host_bytes: int
@@ -39,23 +37,6 @@ class WeightPlan:
         """Blocks that stay: what ``PyAOConfig.stream_weights`` takes as a number."""
         return self.num_layers - len(self.streamed_layers)
 
-    def __str__(self) -> str:
-        """Say it in one line."""
-        if not self.streamed_layers:
-            return "all weights stay on the device"
-        disk = ""
-        if self.disk_layers:
-            disk = (
-                f"; {len(self.disk_layers)} of them ({self.disk_bytes / 1e9:.2f} GB) are on the "
-                f"disk, {self.disk_read_bytes / 1e9:.2f} GB of reads a step"
-            )
-        return (
-            f"{len(self.streamed_layers)} of {self.num_layers} blocks are streamed through "
-            f"{self.num_slots} slots of {self.slot_bytes / 1e6:.1f} MB: {self.num_uploads} uploads "
-            f"and {self.uploaded_bytes / 1e9:.2f} GB a step, {self.host_bytes / 1e9:.2f} GB of "
-            f"masters on the host{disk}"
-        )
-
 
 def weight_plan_of(program: StepProgram) -> WeightPlan:
     """Return what *program* streams."""
@@ -65,8 +46,6 @@ def weight_plan_of(program: StepProgram) -> WeightPlan:
     return WeightPlan(
         num_layers=program.num_layers,
         streamed_layers=streamed.layers,
-        slot_bytes=streamed.slot_bytes,
-        num_slots=streamed.num_slots,
         device_bytes=streamed.device_bytes,
         host_bytes=streamed.host_bytes,
         num_uploads=len(uploads),

@@ -22,7 +22,7 @@ from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
 @example("device-memory-unknown")
 def _(folder: Path) -> None:
-    from hf_pyao.auto.install.streaming import streaming_of
+    from hf_pyao.auto.install.weights import streaming_of
 
     unused: Any = None
     settings: Any = SimpleNamespace(value="auto", label="stream_weights", embeddings="off")

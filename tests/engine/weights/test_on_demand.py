@@ -236,6 +236,19 @@ def test_weights_that_are_thawed_are_refused() -> None:
         model(**tiny_batch(0)).loss.backward()
 
 
+def test_nothing_looks_at_the_functions_of_layers() -> None:
+    model = tiny_lora("opt")
+    decoder = base_of(model).model.decoder
+    stack = torch.overrides._get_current_function_mode_stack
+    seen: dict[str, int] = {}
+    decoder.layers[1].fc1.register_forward_pre_hook(lambda *_: seen.update(inside=len(stack())))
+    decoder.final_layer_norm.register_forward_hook(lambda *_: seen.update(behind=len(stack())))
+    with attach(model, PyAOConfig(**ENDS)):
+        model(**tiny_batch(0)).loss.backward()
+    assert seen == {"inside": 0, "behind": 1}
+    assert not stack()
+
+
 class Reading(nn.Embedding):
     """Does something with its weight in forward."""
 
@@ -293,8 +306,7 @@ def test_an_unknown_token_is_the_error_of_a_look_up() -> None:
         with pytest.raises(IndexError):
             model(**wrong)
         assert torch.equal(model(**tiny_batch(0)).loss, expected)
-        staging = source_of(offloader)._staging
-        assert not any(piece.is_lent for piece in staging._pieces)
+        assert len(source_of(offloader)._staging._pieces) <= 1
 
 
 @pytest.mark.parametrize("ids", [torch.tensor(3), torch.zeros(0, dtype=torch.long), torch.ones(2, 1, 2, dtype=torch.int32)])  # fmt: skip
@@ -329,7 +341,7 @@ def test_an_interrupt_at_any_line_leaves_all_usable(num_lines: int, head_loss: s
     expected = gradients_of_step(copy.deepcopy(model), head_loss)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     config = PyAOConfig(**ENDS, head_loss=head_loss)
-    with attach(model, config) as offloader:
+    with attach(model, config):
         gradients_of_step(model)
         with Interrupter() as counted:
             gradients_of_step(model)
@@ -339,8 +351,7 @@ def test_an_interrupt_at_any_line_leaves_all_usable(num_lines: int, head_loss: s
                 with contextlib.suppress(KeyboardInterrupt):
                     gradients_of_step(model)
             assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            assert source_of(offloader)._here.depth == 0
-            assert not source_of(offloader)._here.to_hold
+            assert not torch.overrides._get_current_function_mode_stack()
             num_raised += interrupter.has_raised
             found = gradients_of_step(model)
             assert all(torch.equal(found[name], each) for name, each in expected.items()), line

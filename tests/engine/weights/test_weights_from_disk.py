@@ -28,6 +28,7 @@ from hf_pyao.engine.stores.disk_files import is_direct
 from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError, DiskError
+from tests.engine.weights.test_host_bytes import on_linux, pages_of
 from tests.helpers import FunctionLayer, Stack, tiny_batch
 from tests.helpers.adapters import tiny_lora
 from tests.helpers.disks import (
@@ -416,6 +417,20 @@ def test_state_dict_and_files_have_the_weights(tmp_path: Path) -> None:
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@on_linux
+def test_pages_that_a_reader_has_left_are_gone_after_the_next_forward(tmp_path: Path) -> None:
+    model = frozen_stack()
+    with attached(model, tmp_path):
+        os.sync()  # pages that are not written yet cannot be let go
+        (file,) = files_of(tmp_path)
+        sums = [p.sum() for p in model.parameters()]
+        before = pages_of(file)
+        step(model)
+        assert before > 0
+        assert pages_of(file) <= before / 2, "whole pages"
+        assert same([p.sum() for p in model.parameters()], sums)
 
 
 def test_a_merge_is_refused_until_it_is_attached_again(tmp_path: Path) -> None:

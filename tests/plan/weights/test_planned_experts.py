@@ -124,7 +124,7 @@ def test_uploads_are_those_of_a_run(
     )
     weights = weight_plan_of(program)
     steps, sizes = uploads_of_a_run(model_type, num_resident, checkpointing=checkpointing)
-    assert weights.slot_bytes == sizes["slot"]
+    assert program.streamed.slot_bytes == sizes["slot"]
     assert weights.host_bytes == sizes["host"]
     assert len(program.streamed.blocks) > 3 * len(weights.streamed_layers)
     for is_first, found in ((True, steps[0]), (False, steps[2])):
@@ -160,8 +160,8 @@ def test_one_streamed_layer_may_free_memory(small_groups: None) -> None:
     program = with_streamed_blocks(recorded("mixtral"), streamed_layers(NUM_LAYERS, 1))
     assert program.streamed.saved_bytes > 0
     sizes = [100] * 8
-    assert first_residents(sizes, 0, 1100) == 5, "a ring of two whole layers"
-    assert first_residents(sizes, 0, 1100, lambda layers: 10) == 7
+    assert first_residents(sizes, 100, 0, 1100) == (5, True), "a ring of two whole layers"
+    assert first_residents(sizes, 10, 0, 1100) == (7, True)
 
 
 def test_reads_are_kept_in_documents(small_groups: None) -> None:
