@@ -21,8 +21,6 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from hf_pyao.engine.weights.host_weight import HostWeight
-
 READER = "_pyao_ends"
 """Key of what a module with a weight on demand has, whose ``source`` reads it."""
 
@@ -62,9 +60,6 @@ class StreamedTable(dict[str, Any]):
 
         PEFT, for one, sets a quantised weight to itself on its device.
         """
-        # Whoever exchanged the parameter for a while found one of these.
-        if isinstance(value, HostWeight):
-            value = value.parameter
         if value is None or not self.source.holds(value):
             super().__setitem__(name, value)
 
