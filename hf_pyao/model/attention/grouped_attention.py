@@ -130,7 +130,7 @@ class GroupedAttention(LeftBehind):
             return _NOT_WORTH_SAYING
         if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3] or not query.numel():
             return _NOT_WORTH_SAYING
-        query, key, value = (_as_autocast_has_it(each) for each in tensors)
+        query, key, value = (as_autocast_has_it(each) for each in tensors)
         settings = AttentionSettings(
             bool(others["is_causal"]),
             others["scale"],
@@ -227,7 +227,7 @@ def _is_other(function: str) -> bool:
     return function == "eager" or function.startswith(("flash_attention", "flex", "paged"))
 
 
-def _as_autocast_has_it(tensor: Tensor) -> Tensor:
+def as_autocast_has_it(tensor: Tensor) -> Tensor:
     """Return *tensor* in the dtype to which autocast, if it is on, casts what attention gets."""
     device_type = tensor.device.type
     if not torch.is_autocast_enabled(device_type):

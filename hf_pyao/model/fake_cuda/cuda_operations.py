@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.engine.codecs import bitmask, grouped
 from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.model.attention import kernels as group_kernels
+from hf_pyao.model.attention.grouped_attention import as_autocast_has_it
 from hf_pyao.model.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
 from hf_pyao.model.fake_cuda.quick_results import quick_result
@@ -148,6 +149,8 @@ class _Attention:
             given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             seen: torch.Tensor = handle_torch_function(self, (query, key, value), *given)
             return seen
+        # As autocast casts them on CUDA; on a CPU it casts none of them.
+        query, key, value = (as_autocast_has_it(each) for each in (query, key, value))
         request = _request(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         kernel = choose_attention(request, self._kernels)
         if kernel == FLASH:

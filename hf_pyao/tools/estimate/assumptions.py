@@ -6,7 +6,7 @@ from hf_pyao.plan.hardware.attention_workspaces import CUDNN_MARGIN
 from hf_pyao.plan.hardware.kernel_settings import CUDNN_CAPABILITIES, KernelSettings
 
 ASSUMPTIONS = (
-    "weights and arithmetic in bfloat16, dropout as the configuration has it, no padding, eager "
+    "weights and arithmetic in bfloat16 (--dtype), dropout as the configuration has it, no padding, eager "
     "layers, flash attention",
     "engine 'plain': gradients stay until the step ends. 'zero2': a gradient leaves when it is "
     "complete, through a bucket of 1e9 bytes, and the optimizer is on the host",

@@ -27,6 +27,7 @@ from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
+from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -149,7 +150,6 @@ class Estimator:
             hidden = max(0.0, 1 - predicted.stall_ms / transfer_ms)
         cause = peak_cause(predicted.program, predicted.late)
         inside = largest_workspace(predicted.program)
-        later_bytes = self._training.optimizer_step_bytes(predicted.program)
         streamed = self._streamed(way, shown, weights)
         return EstimateRow(
             method=way.name,
@@ -158,7 +158,7 @@ class Estimator:
             longest_sequence=longest,
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
             micro_batch=shown,
-            fits=predicted.memory.fits(self.limit_bytes) and later_bytes <= self.limit_bytes,
+            fits=predicted.memory.fits(self.limit_bytes),
             peak_bytes=predicted.peak_bytes,
             reserved_bytes=predicted.memory.reserved_within(self.limit_bytes),
             peak_phase=cause.phase,
@@ -169,7 +169,7 @@ class Estimator:
             workspace_bytes=sum(inside.parts.values()),
             workspace_of=inside.name,
             workspace_parts=inside.parts,
-            optimizer_step_bytes=later_bytes,
+            optimizer_step_bytes=optimizer_step_bytes(predicted.program),
             step_ms=prediction.step_ms,
             compute_ms=prediction.compute_ms,
             tokens_per_s=shown * length / prediction.step_ms * 1e3,
@@ -296,9 +296,7 @@ class Estimator:
         """Return the memory of a way to train at a size."""
         key = (way, family, micro_batch, length)
         if key not in self._memories:
-            found = self._outcomes(way, family, micro_batch, length)
-            later_bytes = self._training.optimizer_step_bytes(found[0].program)
-            self._memories[key] = SizedMemory(found, later_bytes)
+            self._memories[key] = SizedMemory(self._outcomes(way, family, micro_batch, length))
         return self._memories[key]
 
     def _outcomes(

@@ -11,10 +11,11 @@ from hf_pyao.plan.hardware.beside_step import (
     FUSED,
     blas_workspace_bytes,
     ddp_buckets,
-    optimizer_temporaries,
+    optimizer_requests,
     zero_bucket,
 )
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.predict.optimizer_step import requested_bytes
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
 ADA, HOPPER = KernelSettings(46, 89), KernelSettings(132, 90)
@@ -82,11 +83,13 @@ def test_an_optimizers_step_makes_what_the_table_has(implementation: str, name: 
         optimizer = torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1, **how)
     else:
         optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1 * decays, **how)
-    expected = optimizer_temporaries(
+    requests = optimizer_requests(
         [each.nbytes for each in parameters],
         implementation,
         has_moments=has_moments,
         decays_gradients=decays,
-    ).nbytes
+    )
+    expected = requested_bytes(requests)
+    assert sum(each > 0 for each in requests) == sum(each < 0 for each in requests)
     scalars = 8 * 8 * len(SHAPES)  # numbers of steps, learning rates
     assert expected <= peak_beside(optimizer) <= expected + scalars
