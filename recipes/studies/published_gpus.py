@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import training_fields
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.ways import METHODS
@@ -47,9 +48,12 @@ def _rows(case: dict[str, Any], model: dict[str, Any], source: str) -> Iterator[
     estimator = _estimator(
         json.dumps([model, case["training"] if "training" in case else {}]),
         case["device"],
-        case.get("memory_gib"),
         case["length"],
     )
+    hardware = estimator.hardware
+    if "memory_gib" in case:
+        hardware = dataclasses.replace(hardware, memory_gib=case["memory_gib"])
+    estimator.limit_bytes = card_memory(hardware).limit_bytes
     if figure == "longest":
         longest = estimator.longest_sequence(way)
         yield row(name, "tokens", case["published"], longest, tolerance=TOLERANCE)
@@ -76,12 +80,10 @@ def _rows(case: dict[str, Any], model: dict[str, Any], source: str) -> Iterator[
 
 
 @functools.lru_cache(maxsize=1)
-def _estimator(trained: str, device: str, memory_gib: float | None, length: int) -> Estimator:
+def _estimator(trained: str, device: str, length: int) -> Estimator:
     """Return what estimates a case; *trained* has model and options as JSON."""
     model, options = json.loads(trained)
     hardware = find_hardware(device)
-    if memory_gib is not None:
-        hardware = dataclasses.replace(hardware, memory_gib=memory_gib)
     fields = training_fields(hardware, **options)
     config = AutoConfig.for_model(**model)
     return Estimator(config, hardware, sequence_length=length, **fields)

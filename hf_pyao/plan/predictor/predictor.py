@@ -221,6 +221,8 @@ class SizedPlan:
     fits: bool
     reserved_bytes: int | None = None
     """What the device's allocator reserves for it, within the limit if it fits."""
+    host_bytes: int = 0
+    """Most on the host, with the masters of streamed weights."""
     fits_if_expandable: bool = False
     """It does not fit, and would with expandable segments."""
     chosen: ChosenLevers | None = None
@@ -254,6 +256,7 @@ def sized_plan(
         peak_bytes=memory.peak_bytes,
         reserved_bytes=memory.reserved_within(limit_bytes),
         fits=fits,
+        host_bytes=found.host_bytes,
         fits_if_expandable=memory.fits_if_expandable(limit_bytes),
         chosen=chosen,
     )

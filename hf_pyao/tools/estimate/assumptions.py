@@ -6,8 +6,8 @@ from hf_pyao.plan.hardware.attention_workspaces import CUDNN_MARGIN
 from hf_pyao.plan.hardware.kernel_settings import CUDNN_CAPABILITIES, KernelSettings
 
 ASSUMPTIONS = (
-    "weights and arithmetic in bfloat16 (--dtype), dropout as the configuration has it, no padding, "
-    "eager layers, flash attention",
+    "weights and arithmetic in bfloat16 (--dtype), dropout as the configuration has it, no "
+    "padding, eager layers, flash attention",
     "engine 'plain': gradients stay until the step ends. 'zero2': a gradient leaves when it is "
     "complete, through a bucket of 1e9 bytes, and the optimizer is on the host",
     "each operation takes the longer of its arithmetic and its memory traffic, and 3 us; copies "
