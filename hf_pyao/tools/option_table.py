@@ -120,6 +120,9 @@ bench: how
 estimate: what is trained
   --model MODEL required            see below
   --sequence-length N >=2           tokens of a sample (default: 512; not with --find sequence)
+  --lengths A-B                     texts of A to B tokens, such as 91-8192, in place of
+                                    --sequence-length: what is reserved is then the worst case, of
+                                    steps that grow from A to B, and all else is for B
   --micro-batch N >=1               times and peaks for this many samples (default: for the most
                                     that fit); with --find sequence or model-size: samples of a
                                     micro-batch (default: 1)

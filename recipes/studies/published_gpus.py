@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,32 @@ TOLERANCE = 0.10
 TIMES_TOLERANCE = 0.15
 SLOW = "eager kernels take longer than the data sheet's rates say"
 FUSED = "fused kernels there; here each pointwise operation reads and writes memory"
-UNITS = {"longest": "tokens", "tokens_per_s": "tokens/s"}
-"""Kind of a figure -> its unit, where that is not GB."""
+NUM_PROCESSES = 3
+Case = tuple[dict[str, Any], dict[str, Any], str]
+"""A case, the configuration of its model, and its source."""
 
 
 def gpus(steps: Steps, models: Sequence[str]) -> Iterator[Row]:
     """Yield a row for each figure; *models* are those of other tables."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    for case in table["cases"]:
-        yield from _rows(case, table["models"][case["model"]], table["sources"][case["source"]])
+    found = [
+        (each, table["models"][each["model"]], table["sources"][each["source"]])
+        for each in table["cases"]
+    ]
+    alike = [list(each) for _, each in itertools.groupby(found, _trained)]
+    with ProcessPoolExecutor(NUM_PROCESSES) as pool:
+        for rows in pool.map(_rows_of, alike):
+            yield from rows
+
+
+def _trained(case: Case) -> str:
+    """Return what one estimator takes: model, card, length and options."""
+    values, model, _ = case
+    return json.dumps([model, values["device"], values["length"], values.get("training", {})])
+
+
+def _rows_of(cases: Sequence[Case]) -> list[Row]:
+    return [row for case in cases for row in _rows(*case)]
 
 
 def _rows(case: dict[str, Any], model: dict[str, Any], source: str) -> Iterator[Row]:
@@ -45,11 +64,7 @@ def _rows(case: dict[str, Any], model: dict[str, Any], source: str) -> Iterator[
     figure, way = case["figure"], METHODS[case["way"]]
     name = f"{case['name']}, {figure.replace('_per_', '/')}"
     row = functools.partial(Row, source=source, explanation=case.get("cause", ""))
-    estimator = _estimator(
-        json.dumps([model, case["training"] if "training" in case else {}]),
-        case["device"],
-        case["length"],
-    )
+    estimator = _estimator(_trained((case, model, source)))
     hardware = estimator.hardware
     if "memory_gib" in case:
         hardware = dataclasses.replace(hardware, memory_gib=case["memory_gib"])
@@ -80,9 +95,8 @@ def _rows(case: dict[str, Any], model: dict[str, Any], source: str) -> Iterator[
 
 
 @functools.lru_cache(maxsize=1)
-def _estimator(trained: str, device: str, length: int) -> Estimator:
-    """Return what estimates a case; *trained* has model and options as JSON."""
-    model, options = json.loads(trained)
+def _estimator(trained: str) -> Estimator:
+    model, device, length, options = json.loads(trained)
     hardware = find_hardware(device)
     fields = training_fields(hardware, **options)
     config = AutoConfig.for_model(**model)

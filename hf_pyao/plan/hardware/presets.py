@@ -211,7 +211,7 @@ OTHERS_TIMES: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType(
 )
 """Card, and whether its layers' kernels are fused -> the least and the most of steps of 1,000
 tokens or more that others measured on it, as a multiple of the predicted time. Source: table
-``gpus`` of ``recipes/results/published_figures.json``."""
+``gpus`` in ``recipes/results/published_gpus.json``."""
 
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _cards()})

@@ -122,6 +122,13 @@ class StepMemory:
             return self.peak_bytes <= limit_bytes
         return self.reserved(limit_bytes).fits
 
+    def behind(self, before: Sequence[StepMemory], limit_bytes: float) -> Reserved:
+        """Return what is reserved within *limit_bytes* when other steps ran *before*, in order."""
+        if self.settings is None or not before:
+            return self.reserved(limit_bytes)
+        first, *between = (each._last for each in before)
+        return self._replay(_Case(first, (), tuple(between)), self.settings, limit_bytes)[0]
+
     def fits_if_expandable(self, limit_bytes: float) -> bool:
         """Say whether the step does not fit as it is, and does with expandable segments."""
         settings = self.settings
@@ -283,12 +290,16 @@ class StepMemory:
             allocator.run(self._residents)
             freed = case.freed_before
             allocator.run([*freed, *(~number for number in range(len(freed)))])
-            for number in range(NUM_STEPS):
+            steps = [case.first, *case.between, *[self._last] * (NUM_STEPS - 1)]
+            for number, step in enumerate(steps):
                 before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
-                step, states = (self._last, ()) if number else (case.first, self._states)
-                allocator.run(step.with_optimizer(states))
+                allocator.run(step.with_optimizer(() if number else self._states))
                 num_retries = allocator.num_retries - before
-                if number and not num_retries and allocator.peak_reserved_bytes == reserved:
+                if (
+                    number > len(case.between)
+                    and not num_retries
+                    and allocator.peak_reserved_bytes == reserved
+                ):
                     break  # the next one would find the same
         except DeviceFullError:
             return Reserved(
@@ -370,6 +381,8 @@ class _Case(NamedTuple):
     """The first step."""
     freed_before: Sequence[int]
     """What was allocated behind the weights, in rounded bytes, and freed before the first step."""
+    between: tuple[_Events, ...] = ()
+    """Steps behind it that are others than the last."""
 
 
 def _requests(trace: Trace, program: StepProgram) -> _Events:

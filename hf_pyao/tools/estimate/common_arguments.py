@@ -135,6 +135,25 @@ def hardware_with(hardware: Hardware, args: argparse.Namespace) -> Hardware:
     return hardware
 
 
+def lengths_of(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the shortest and the longest text of ``--lengths``; None where it is not given.
+
+    Raises:
+        ConfigError: it is no such pair, or there is a length of all texts too.
+    """
+    if args.lengths is None:
+        return None
+    shortest, dash, longest = args.lengths.partition("-")
+    is_pair = bool(dash) and shortest.isdecimal() and longest.isdecimal()
+    if not is_pair or not 2 <= int(shortest) < int(longest) or args.sequence_length is not None:
+        raise ConfigError(
+            f"--lengths is {args.lengths!r}; expected two numbers of tokens, such as 91-8192, and "
+            "no --sequence-length beside it.",
+            key="setting-value",
+        )
+    return int(shortest), int(longest)
+
+
 def link_gib_per_s(text: str, label: str = "--link") -> float:
     """Return the speed that *label* states.
 

@@ -45,7 +45,7 @@ FINDS = {"micro-batch": "fastest", "largest-micro-batch": "largest"}
 """Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`, where
 these differ."""
 
-NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
+NOT_FOR_FINDING = ("lengths", "no_longest_sequence", "processes", "step", "step_method")
 """Options of ``pyao estimate`` that have no effect with ``--find``."""
 
 

@@ -102,6 +102,14 @@ def test_the_optimizers_temporaries_are_beside_gradients() -> None:
     assert in_turn.reserved() == memory_of(plain).reserved()
 
 
+def test_steps_of_rising_lengths_keep_what_earlier_ones_reserved() -> None:
+    short, long = (memory_of(made_up([(mib, 0, 1)], weights=(4,))) for mib in (30, 48))
+    assert long.behind([], math.inf) == long.reserved()
+    assert long.behind([short], math.inf).reserved_bytes == (20 + 30 + 48) * MIB
+    within = long.behind([short], 90 * MIB)
+    assert (within.fits, within.reserved_bytes) == (True, 68 * MIB), "it gives a segment back"
+
+
 @pytest.mark.parametrize(("name", "names"), [("opt:tiny", 2), ("llama:tiny", 1)])
 @pytest.mark.sampled(every=1)
 def test_a_recorded_step_counts_the_names_of_tied_weights(name: str, names: int) -> None:
