@@ -20,7 +20,8 @@ ASSUMPTIONS = (
     "context (context_gib): its rules are replayed over three steps, with copies as late as can "
     "be; memory that others take on the same card is not counted",
     "reserved, and whether a step fits, hold for steps of equal length: where lengths vary, the "
-    "allocator keeps segments of earlier ones beside, and gives them back when memory ends",
+    "allocator keeps segments of earlier ones beside, and gives them back when memory ends "
+    "(--lengths: the worst case)",
     "rows of `auto` have the plan that it makes when it has measured the speeds above; `pyao plan` "
     "makes a plan from a data sheet, which it chooses for its worst case while speeds are off by "
     "30 %",

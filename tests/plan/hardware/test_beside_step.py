@@ -11,6 +11,7 @@ from hf_pyao.plan.hardware.beside_step import (
     FUSED,
     blas_workspace_bytes,
     ddp_buckets,
+    implementation_of,
     optimizer_requests,
     zero_bucket,
 )
@@ -93,3 +94,14 @@ def test_an_optimizers_step_makes_what_the_table_has(implementation: str, name: 
     assert sum(each > 0 for each in requests) == sum(each < 0 for each in requests)
     scalars = 8 * 8 * len(SHAPES)  # numbers of steps, learning rates
     assert expected <= peak_beside(optimizer) <= expected + scalars
+
+
+def test_a_live_optimizer_is_foreach_on_cuda_unless_it_says_otherwise() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = trained()
+    assert implementation_of(torch.optim.Adam(parameters)) == FOREACH
+    assert implementation_of(torch.optim.Adam(parameters, fused=True)) == FUSED
+    assert implementation_of(torch.optim.AdamW(parameters, foreach=False)) == FOR_LOOP
+    assert implementation_of(Own(parameters)) == FUSED, "what is not torch's is not known"
