@@ -112,7 +112,8 @@ def page_with(page: str, found: dict[str, list[Row]]) -> str:
 
     commit = f"Commit `{str(collect_provenance().commit)[:12]}`."
     if GPUS in found:
-        parts = {GPUS: f"{gpus_page(found[GPUS])}\n\n{commit}"}
+        link = "[result file](../../../recipes/results/published_gpus.json)"
+        parts = {GPUS: f"{gpus_page(found[GPUS])}\n\n{commit[:-1]}, {link}."}
     else:
         lines = ["| table | figures | within | allowed |", "|---|--:|--:|---|"]
         for name, rows in found.items():

@@ -29,7 +29,7 @@ CONTEXT_BYTES = int(0.49 * GIB)
 """What nvidia-smi shows beside what torch reserved: the context of an A100's process."""
 TOLERANCE = 0.10
 TIMES_TOLERANCE = 0.15
-SLOW = "eager kernels take longer than the data sheet's rates say"
+SLOW = "kernels there reach less than the rates assumed here, and short steps wait for the host"
 FUSED = "fused kernels there; here each pointwise operation reads and writes memory"
 NUM_PROCESSES = 3
 Case = tuple[dict[str, Any], dict[str, Any], str]
