@@ -35,7 +35,7 @@ def estimate_table(report: EstimateReport) -> Table:
         ("largest micro-batch", lambda row: _number(row.largest_micro_batch)),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
         ("step, ms", lambda row: f"{row.step_ms:,.1f}"),
-        *others_columns(card, lambda row: row.step_ms),
+        *others_columns(card, _step_ms),
         ("reserved, GB", lambda r: _gb(r.reserved_bytes) + ("" if r.fits else " (too much)")),
         ("host, GB", lambda row: _gb(row.host_bytes)),
         ("longest sequence", _length),
@@ -49,6 +49,10 @@ def estimate_table(report: EstimateReport) -> Table:
         ("tokens to hide uploads", lambda row: _streamed(row)[2]),
     ]
     return table_of(report.rows, columns)
+
+
+def _step_ms(row: EstimateRow) -> float | None:
+    return row.step_ms
 
 
 def _streamed(row: EstimateRow) -> tuple[str, str, str]:

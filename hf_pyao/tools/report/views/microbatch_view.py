@@ -47,11 +47,15 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         ("reserved, GiB", lambda row: cell(row.reserved_bytes, ".2f", GIB)),
         ("host, GiB", lambda row: cell(row.host_bytes, ".2f", GIB)),
         ("step, ms", lambda row: ABSENT if row.step_ms is None else number(row.step_ms)),
-        *others_columns(card, lambda row: row.step_ms),
+        *others_columns(card, _step_ms),
         ("ms/sample", lambda row: ABSENT if row.sample_ms is None else number(row.sample_ms)),
         ("plan", lambda row: row.plan),
     ]
     return table_of(report.rows, columns, keeps_all=True)
+
+
+def _step_ms(row: MicroBatchRow) -> float | None:
+    return row.step_ms
 
 
 def _asked(row: MicroBatchRow, find: str) -> int:
