@@ -97,8 +97,20 @@ def cell_of(card: str, model: str, rows: dict[str, dict[str, Any]], command: str
     speed = rows[way]["tokens_per_s"] / fitting[0]["tokens_per_s"] if fitting else None
     hosts = tuple(max(_within(row, size * 1e9) for row in ours.values()) for size in HOSTS_GB)
     host_gb = (rows[way]["saved_bytes"] + rows[way]["weights_bytes"]) / 1e9
-    others = [largest[name] for name in OTHERS]
-    return Cell(card, model, command, *others, largest[way], way, host_gb, speed, hosts)
+    none, checkpointing, chunked = (largest[name] for name in OTHERS)
+    return Cell(
+        card=card,
+        model=model,
+        command=command,
+        none=none,
+        checkpointing=checkpointing,
+        chunked=chunked,
+        largest=largest[way],
+        way=way,
+        host_gb=host_gb,
+        speed=speed,
+        within_hosts=hosts,
+    )
 
 
 def _within(row: dict[str, Any], host_bytes: float) -> int:
