@@ -27,6 +27,7 @@ trained
                                     modules with adapters, as target_modules of PEFT. all-linear
                                     puts them on fused experts too, which then cannot be streamed
                                     (default: all-linear)
+  --lora-dropout X =0               lora_dropout of PEFT (default: 0)
   --adapter-dtype {float32,bfloat16} =float32
                                     float32 is PEFT's own choice, here under autocast in bfloat16
                                     as with Trainer's bf16=True; bfloat16:
@@ -35,6 +36,13 @@ trained
                                     with --lora: how bitsandbytes stores linear layers but the
                                     head. nf4-double: with bnb_4bit_use_double_quant=True
                                     (default: bf16, not quantised)
+  --kbit-prepared                   with --lora: PEFT's prepare_model_for_kbit_training was
+                                    called, so that embeddings, norms and head are float32, and
+                                    hidden states with them (default: not, as TRL 1.16 trains)
+  --dtype {bfloat16,float16} =bfloat16
+                                    of weights and arithmetic; float16 on cards before Ampere,
+                                    such as the T4, which has no fused attention in bfloat16
+                                    (default: bfloat16)
   --engine {plain,zero2} =plain     plain: gradients and optimizer are on the device. zero2: each
                                     gradient moves to the host when it is complete, and the
                                     optimizer is there (default: plain)
@@ -112,6 +120,9 @@ bench: how
 estimate: what is trained
   --model MODEL required            see below
   --sequence-length N >=2           tokens of a sample (default: 512; not with --find sequence)
+  --lengths A-B                     texts of A to B tokens, such as 91-8192, in place of
+                                    --sequence-length: what is reserved is then the worst case, of
+                                    steps that grow from A to B, and all else is for B
   --micro-batch N >=1               times and peaks for this many samples (default: for the most
                                     that fit); with --find sequence or model-size: samples of a
                                     micro-batch (default: 1)

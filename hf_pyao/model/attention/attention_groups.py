@@ -27,6 +27,7 @@ from hf_pyao.model.attention.kernels import (
     AttentionCall,
     FlashKernel,
     NoKernel,
+    as_autocast_has_it,
     attention_in_groups,
 )
 from hf_pyao.model.map.found_layers import FoundLayers
@@ -196,7 +197,7 @@ class GroupedAttention(LeftBehind):
         is_grouped = heads == key_heads or (call.enable_gqa and heads % key_heads == 0)
         if not is_known or not is_grouped or length < 2 or not call.query.numel():
             return None
-        query, key, value = map(_as_autocast_has_it, tensors)
+        query, key, value = map(as_autocast_has_it, tensors)
         call = call._replace(query=query, key=key, value=value)
         kernel = kernels.chosen_kernel(call)
         if isinstance(kernel, NoKernel):
@@ -227,11 +228,3 @@ class _AttentionCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._grouped.attend(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _as_autocast_has_it(tensor: Tensor) -> Tensor:
-    """Return *tensor* in the dtype to which autocast, if it is on, casts what attention gets."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))

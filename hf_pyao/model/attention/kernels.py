@@ -53,6 +53,14 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
 
+def as_autocast_has_it(tensor: Tensor) -> Tensor:
+    """Return *tensor* in the dtype to which autocast, if it is on, casts what attention gets."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
 @dataclass(frozen=True)
 class FlashKernel:
     """FlashAttention-2 as PyTorch builds it for CUDA; or PyTorch's flash attention for CPUs, whose

@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.engine.codecs import bitmask, grouped
 from hf_pyao.engine.recompute.dispatch_modes import device_asked_for
 from hf_pyao.model.attention import kernels as group_kernels
-from hf_pyao.model.attention.kernels import AttentionCall, FlashKernel, NoKernel, flash_kernel_of
+from hf_pyao.model.attention.kernels import (
+    AttentionCall,
+    FlashKernel,
+    NoKernel,
+    as_autocast_has_it,
+    flash_kernel_of,
+)
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
 from hf_pyao.model.fake_cuda.quick_results import quick_result
 from hf_pyao.plan.hardware.attention_kernels import (
@@ -137,6 +143,9 @@ class _Attention:
         if has_torch_function(call[:3]):  # modes see torch's function too
             seen: torch.Tensor = handle_torch_function(self, call[:3], *call)
             return seen
+        # As autocast casts them on CUDA; on a CPU it casts none of them.
+        query, key, value = map(as_autocast_has_it, call[:3])
+        call = call._replace(query=query, key=key, value=value)
         request = _request(call)
         kernel = choose_attention(request, self._kernels)
         if kernel == FLASH:

@@ -32,6 +32,9 @@ class MicroBatchRow:
     lowest peak."""
     reserved_bytes: int | None = None
     """What the device's allocator reserves; None where that was not looked at."""
+    host_bytes: int | None = None
+    """Most on the host: what is offloaded, and masters of streamed weights; None where that was not
+    looked at."""
     fits_if_expandable: bool = False
     """It does not fit, and would with ``expandable_segments:True``."""
     step_ms: float | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 
@@ -99,14 +99,29 @@ def zero_bucket(
     return Beside("ZeRO's bucket", itemsize * num_elements * (2 if overlaps else 1))
 
 
-def optimizer_temporaries(
+def implementation_of(optimizer: Any) -> str:
+    """Return how a live optimizer goes over its parameters on CUDA: foreach by torch's default.
+
+    Of what is not torch's nothing is known: fused, which allocates nothing.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return FUSED
+    group = optimizer.param_groups[0]
+    if group.get("fused"):
+        return FUSED
+    return FOR_LOOP if group.get("foreach") is False else FOREACH
+
+
+def optimizer_requests(
     gradient_sizes: Sequence[int],
     implementation: str = FUSED,
     *,
     has_moments: bool = True,
     decays_gradients: bool = False,
-) -> Beside:
-    """Return what one step of torch's AdamW, Adam or SGD takes beside its states.
+) -> tuple[int, ...]:
+    """Return what one step of torch's AdamW, Adam or SGD allocates beside its states, and frees.
+
+    In order: the bytes of an allocation, or ``~number`` where the one of that number is freed.
 
     - Adam's square root of the second moment: of all parameters at once with foreach; with a
       for-loop of one, and its quotient; in registers where it is fused.
@@ -124,9 +139,16 @@ def optimizer_temporaries(
         has_moments: whether it is an Adam.
         decays_gradients: whether weight decay is added to gradients.
     """
-    nbytes = 0
-    if gradient_sizes and implementation == FOREACH and (has_moments or decays_gradients):
-        nbytes = sum(gradient_sizes)  # decayed gradients are freed before the root is made
-    elif gradient_sizes and implementation == FOR_LOOP:
-        nbytes = max(gradient_sizes) * (2 * has_moments + decays_gradients)
-    return Beside(f"temporaries of the optimizer's step ({implementation})", nbytes)
+    groups: list[list[int]] = []
+    """Of sizes that are there at once."""
+    if implementation == FOREACH:  # decayed gradients are freed before the root is made
+        groups = [list(gradient_sizes)] * (decays_gradients + has_moments)
+    elif implementation == FOR_LOOP:
+        num_each = 2 * has_moments + decays_gradients
+        groups = [[nbytes] * num_each for nbytes in sorted(set(gradient_sizes))]
+    events: list[int] = []
+    num_made = 0
+    for group in groups:
+        events += [*group, *(~(num_made + number) for number in range(len(group)))]
+        num_made += len(group)
+    return tuple(events)

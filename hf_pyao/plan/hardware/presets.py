@@ -201,6 +201,19 @@ def _cards() -> Iterator[Hardware]:
         )
 
 
+OTHERS_TIMES: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType(
+    {
+        ("a100", "eager"): (1.04, 1.36),
+        ("a100", "fused"): (0.87, 1.06),
+        ("rtx4090", "fused"): (0.57, 0.78),
+        ("h100", "fused"): (0.48, 0.65),
+    }
+)
+"""Card, and whether its layers' kernels are fused -> the least and the most of steps of 1,000
+tokens or more that others measured on it, as a multiple of the predicted time. Source: table
+``gpus`` in ``recipes/results/published_gpus.json``."""
+
+
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _cards()})
 """By name, in lower case and without spaces."""
 

@@ -6,7 +6,8 @@ with what :func:`~hf_pyao.plan.predict.predict.predict` says is allocated and fr
 for estimates, plans and micro-batches alike.
 
 Weights are allocated first, then a step runs, then the optimizer makes its states, then further
-steps run in the segments that the first one left.
+steps run in the segments that the first one left. Each step ends with the optimizer's: what it
+allocates for a while comes beside gradients, which are freed behind it.
 
 Two things are not known, and differ from run to run. All cases are replayed, and the worst counts:
 
@@ -38,6 +39,11 @@ from hf_pyao.plan.hardware.caching_allocator import (
     CachingAllocator,
     DeviceFullError,
     rounded,
+)
+from hf_pyao.plan.predict.optimizer_step import (
+    gradients_of,
+    optimizer_step_bytes,
+    requested_bytes,
 )
 from hf_pyao.plan.step.prediction import Prediction, Trace
 from hf_pyao.plan.step.step_program import StepProgram
@@ -91,13 +97,16 @@ class StepMemory:
         settings: AllocatorSettings | None,
     ) -> None:
         self.settings = settings
-        self.peak_bytes = late.peak_bytes
+        later_bytes = optimizer_step_bytes(program) if program.optimizer_requests else 0
+        self.peak_bytes = max(late.peak_bytes, later_bytes)
+        """Most bytes of tensors, of the optimizer's step too."""
         weights = [each.nbytes for each in program.residents]
         states = _states(weights, program.resident_bytes - sum(weights))
         tied = [each.nbytes for each in program.residents for _ in range(each.num_names - 1)]
         self._residents, self._states, self._tied = (
             [rounded(nbytes) for nbytes in sizes] for sizes in (weights, states, tied)
         )
+        self._program = program
         self._late = late
         self._early = early if late.offloaded_bytes else None
         self._known: dict[float, Reserved] = {}
@@ -112,6 +121,13 @@ class StepMemory:
         if self.settings is None or self.peak_bytes > limit_bytes:
             return self.peak_bytes <= limit_bytes
         return self.reserved(limit_bytes).fits
+
+    def behind(self, before: Sequence[StepMemory], limit_bytes: float) -> Reserved:
+        """Return what is reserved within *limit_bytes* when other steps ran *before*, in order."""
+        if self.settings is None or not before:
+            return self.reserved(limit_bytes)
+        first, *between = (each._last for each in before)
+        return self._replay(_Case(first, (), tuple(between)), self.settings, limit_bytes)[0]
 
     def fits_if_expandable(self, limit_bytes: float) -> bool:
         """Say whether the step does not fit as it is, and does with expandable segments."""
@@ -170,7 +186,7 @@ class StepMemory:
 
     def _requested_bytes(self, case: _Case) -> int:
         """Return the most bytes that are asked for at once."""
-        later_bytes = sum(self._states) + self._last.most_bytes
+        later_bytes = sum(self._states) + max(self._last.most_bytes, case.first.optimizer_bytes)
         return sum(self._residents) + max(later_bytes, case.first.most_bytes)
 
     @property
@@ -242,14 +258,14 @@ class StepMemory:
     @cached_property
     def _last(self) -> _Events:
         """The step whose copies are late."""
-        return _requests(self._late.trace)
+        return _requests(self._late.trace, self._program)
 
     @cached_property
     def _cases(self) -> Sequence[_Case]:
         """What may come before a step whose copies are late."""
         firsts = [self._last]
         if self._early is not None:
-            early = _requests(self._early().trace)
+            early = _requests(self._early().trace, self._program)
             if early != self._last:
                 firsts.append(early)
         tied: list[Sequence[int]] = [[], self._tied] if self._tied else [[]]
@@ -259,7 +275,8 @@ class StepMemory:
         self, case: _Case, settings: AllocatorSettings, limit_bytes: float
     ) -> tuple[Reserved, bool]:
         """Return what is reserved, and whether the limit made no difference."""
-        if settings.expandable_segments and math.isinf(settings.max_split_bytes):
+        is_stacked = not (self._states and case.first.gradients)
+        if settings.expandable_segments and math.isinf(settings.max_split_bytes) and is_stacked:
             found = self._expandable(case)
             if found.reserved_bytes <= limit_bytes:
                 return found, True
@@ -273,26 +290,32 @@ class StepMemory:
             allocator.run(self._residents)
             freed = case.freed_before
             allocator.run([*freed, *(~number for number in range(len(freed)))])
-            for number in range(NUM_STEPS):
+            steps = [case.first, *case.between, *[self._last] * (NUM_STEPS - 1)]
+            for number, step in enumerate(steps):
                 before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
-                allocator.run((self._last if number else case.first).events)
+                allocator.run(step.with_optimizer(() if number else self._states))
                 num_retries = allocator.num_retries - before
-                if number == 0:
-                    allocator.run(self._states)
-                elif not num_retries and allocator.peak_reserved_bytes == reserved:
+                if (
+                    number > len(case.between)
+                    and not num_retries
+                    and allocator.peak_reserved_bytes == reserved
+                ):
                     break  # the next one would find the same
         except DeviceFullError:
             return Reserved(
                 allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, num_retries, False
             ), False
-        # Blocks that may not be split are given back without a retry.
-        is_unbound = not allocator.num_retries and math.isinf(allocator.settings.max_split_bytes)
+        # Blocks that may not be split are given back without a retry, and the limit says how many
+        # addresses an expandable segment has.
+        settings = allocator.settings
+        is_free = math.isinf(settings.max_split_bytes) and not settings.expandable_segments
+        is_unbound = not allocator.num_retries or math.isinf(allocator.limit_bytes)
         return Reserved(
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
             num_retries,
             num_retries <= MOST_RETRIES,
-        ), is_unbound or math.isinf(allocator.limit_bytes)
+        ), is_free and is_unbound
 
     def _expandable(self, case: _Case) -> Reserved:
         """Return what expandable segments come to where nothing is given back.
@@ -300,7 +323,8 @@ class StepMemory:
         Then each pool has one segment, that ends in what is not mapped. A request is served by the
         smallest hole that holds it, or else at the end, whatever is mapped there already. What a
         step adds to a segment without holes is thus the same whatever lies below, and segments
-        have no holes between steps: weights and states are not freed.
+        have no holes between steps: weights and states are not freed, and states that are made
+        among gradients are replayed.
         """
         residents, states = _by_pool(self._residents), _by_pool(self._states)
         freed = _by_pool(case.freed_before)
@@ -321,17 +345,32 @@ class _Events:
     """What a step allocates and frees."""
 
     events: tuple[int, ...]
-    """Bytes of an allocation, rounded up; or ``~number`` where the one of that number ends. All
-    end. A tuple, which the garbage collector does not walk through."""
+    """Bytes of an allocation, rounded up; or ``~number`` where the one of that number ends. Of
+    forward and backward. A tuple, which the garbage collector does not walk through."""
+    num_made: int
+    """Allocations among them."""
+    optimizer: tuple[int, ...]
+    """The same of the optimizer's step, numbered by itself."""
+    gradients: tuple[int, ...]
+    """The ends of what is freed behind it."""
     most_bytes: int
     """Most bytes that are asked for at once, each request rounded up."""
+    optimizer_bytes: int
+    """The same while the optimizer steps."""
+
+    def with_optimizer(self, states: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the events with those of the optimizer's step, which makes *states* and keeps
+        them."""
+        first = self.num_made + len(states)
+        later = (each if each > 0 else each - first for each in self.optimizer)
+        return (*self.events, *states, *later, *self.gradients)
 
     @cached_property
     def extents(self) -> numpy.ndarray:
         """What is added to expandable segments of small and of large blocks, in bytes."""
         settings = AllocatorSettings(expandable_segments=True)
         with closing(CachingAllocator(settings, page_bytes=MIN_BLOCK_BYTES)) as allocator:
-            allocator.run(self.events)
+            allocator.run(self.with_optimizer())
             return numpy.array([pool.reserved_bytes for pool in allocator.pools()])
 
 
@@ -342,13 +381,16 @@ class _Case(NamedTuple):
     """The first step."""
     freed_before: Sequence[int]
     """What was allocated behind the weights, in rounded bytes, and freed before the first step."""
+    between: tuple[_Events, ...] = ()
+    """Steps behind it that are others than the last."""
 
 
-def _requests(trace: Trace) -> _Events:
+def _requests(trace: Trace, program: StepProgram) -> _Events:
     """Return what the allocator is asked for in a step, at whose end all that is left is freed.
 
     What takes no bytes is left out.
     """
+    gradients = gradients_of(program)
     keys, sizes = trace.columns()
     keys, sizes = keys[sizes != 0], sizes[sizes != 0]
     is_made = sizes > 0
@@ -366,7 +408,20 @@ def _requests(trace: Trace) -> _Events:
     most_bytes = int(numpy.cumsum(changes).max(initial=0))
     is_left = is_made.copy()
     is_left[before] = False
-    return _Events((*events[is_there].tolist(), *(~numbers[is_left]).tolist()), most_bytes)
+    stays = is_left & numpy.isin(keys, list(gradients))
+    left_bytes = int(sizes[stays].sum())
+    optimizer = tuple(
+        each if each < 0 else rounded(each) for each in program.optimizer_requests or ()
+    )
+    optimizer_bytes = left_bytes + requested_bytes(optimizer)
+    return _Events(
+        (*events[is_there].tolist(), *(~numbers[is_left & ~stays]).tolist()),
+        int(is_made.sum()),
+        optimizer,
+        tuple((~numbers[stays]).tolist()),
+        max(most_bytes, optimizer_bytes),
+        optimizer_bytes,
+    )
 
 
 def _by_pool(sizes: Sequence[int]) -> numpy.ndarray:

@@ -6,38 +6,43 @@ optimizer takes much: torch's foreach AdamW as much as all weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from hf_pyao.plan.hardware.beside_step import FUSED, optimizer_temporaries
 from hf_pyao.plan.step.step_program import BACKWARD, StepProgram
 
 
-def optimizer_step_bytes(
-    program: StepProgram, implementation: str = FUSED, *, has_moments: bool = True
-) -> int:
-    """Return the most bytes on the device while the optimizer steps after *program*.
+def optimizer_step_bytes(program: StepProgram) -> int:
+    """Return the most bytes on the device while the optimizer steps; 0 if it is not there."""
+    if program.optimizer_requests is None:
+        return 0
+    held_bytes = sum(program.buffers[number].nbytes for number in gradients_of(program))
+    return program.resident_bytes + held_bytes + requested_bytes(program.optimizer_requests)
 
-    Args:
-        program: a step whose gradients stay, and whose resident bytes hold the optimizer's states.
-        implementation: one of :data:`~hf_pyao.plan.hardware.beside_step.IMPLEMENTATIONS`.
-        has_moments: whether it is an Adam.
-    """
-    sizes = [program.buffers[number].nbytes for number in gradients_of(program)]
-    more = optimizer_temporaries(sizes, implementation, has_moments=has_moments)
-    return program.resident_bytes + sum(sizes) + more.nbytes
+
+def requested_bytes(requests: Iterable[int]) -> int:
+    """Return the most bytes that are there at once; *requests* as in a program."""
+    made: list[int] = []
+    now = most = 0
+    for each in requests:
+        if each < 0:
+            now -= made[~each]
+        else:
+            made.append(each)
+            now += each
+            most = max(most, now)
+    return most
 
 
 def gradients_of(program: StepProgram) -> set[int]:
-    """Return the buffers that hold the parameters' gradients when *program* is over."""
+    """Return the buffers that hold the parameters' gradients when *program* is over.
+
+    None where gradients were held before: its own were added to them.
+    """
     first = next((s.start for s in program.segments if s.phase == BACKWARD), None)
-    if first is None:
+    if first is None or program.holds_gradients:
         return set()
-    end = program.num_operations
-    stay = [
-        number
-        for number, buffer in enumerate(program.buffers)
-        if buffer.birth >= first and buffer.death >= end
-    ]
+    end, table = program.num_operations, program.table
+    stay = ((table.births >= first) & (table.deaths >= end)).nonzero()[0].tolist()
     return set(stay) - _summands(program, stay)
 
 

@@ -221,6 +221,7 @@ def _row(
         fits=found.fits,
         peak_bytes=found.peak_bytes,
         reserved_bytes=found.reserved_bytes,
+        host_bytes=found.host_bytes,
         fits_if_expandable=found.fits_if_expandable,
         step_ms=found.step_ms if found.fits else None,
         plan=found.plan,

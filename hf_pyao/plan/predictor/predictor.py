@@ -78,7 +78,6 @@ class Predictor:
         card: where it runs.
         binds: what binds a plan; its levers are those of the step as configured.
         dtypes: of slots, by name, as far as known; codecs take slots of known ones alone.
-        optimizer_bytes: what is on the device while the optimizer steps, by size.
     """
 
     def __init__(
@@ -88,13 +87,11 @@ class Predictor:
         binds: PlanRequest,
         *,
         dtypes: Mapping[str, str] | None = None,
-        optimizer_bytes: Callable[[int], int] | None = None,
     ) -> None:
         self._step_at = step_at
         self._card = card
         self.binds = binds
         self._dtypes = dtypes or {}
-        self._optimizer_bytes = optimizer_bytes
         self._newest: tuple[int, StreamingChoice] | None = None
         """Of the size that was asked about last: it may be asked for other limits."""
 
@@ -201,16 +198,12 @@ class Predictor:
     def best(self, size: int, limit_bytes: float) -> SizedPlan:
         """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""
         chosen = self.choice(size).checked().best(limit_bytes).levers
-        later_bytes = 0
-        if self._optimizer_bytes is not None:
-            later_bytes = self._optimizer_bytes(size) - chosen.planner.program.streamed.saved_bytes
         name = chosen.candidate.name, chosen.levers.described_beside(self.binds.levers)
         return sized_plan(
             chosen.candidate.outcome,
             ", ".join(filter(None, name)),
             limit_bytes,
             fits=chosen.fits,
-            later_bytes=later_bytes,
             chosen=chosen,
         )
 
@@ -228,6 +221,8 @@ class SizedPlan:
     fits: bool
     reserved_bytes: int | None = None
     """What the device's allocator reserves for it, within the limit if it fits."""
+    host_bytes: int = 0
+    """Most on the host, with the masters of streamed weights."""
     fits_if_expandable: bool = False
     """It does not fit, and would with expandable segments."""
     chosen: ChosenLevers | None = None
@@ -240,7 +235,6 @@ def sized_plan(
     limit_bytes: float,
     *,
     fits: bool | None = None,
-    later_bytes: int = 0,
     chosen: ChosenLevers | None = None,
 ) -> SizedPlan:
     """Return what a plan comes to within a limit.
@@ -250,7 +244,6 @@ def sized_plan(
         name: of what is done.
         limit_bytes: most bytes on the device.
         fits: whether the plan was found to fit; None: the allocator is asked.
-        later_bytes: what is on the device while the optimizer steps.
         chosen: the plan, where it was looked for.
     """
     memory, program = found.memory, found.step.program
@@ -260,9 +253,10 @@ def sized_plan(
     return SizedPlan(
         plan=name,
         step_ms=found.step_ms,
-        peak_bytes=max(found.peak_bytes, later_bytes),
+        peak_bytes=memory.peak_bytes,
         reserved_bytes=memory.reserved_within(limit_bytes),
-        fits=fits and later_bytes <= limit_bytes,
+        fits=fits,
+        host_bytes=found.host_bytes,
         fits_if_expandable=memory.fits_if_expandable(limit_bytes),
         chosen=chosen,
     )

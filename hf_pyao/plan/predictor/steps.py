@@ -79,5 +79,8 @@ def gradients_held(program: StepProgram) -> StepProgram:
         for number, buffer in enumerate(program.buffers)
     )
     return dataclasses.replace(
-        program, buffers=buffers, resident_bytes=program.resident_bytes + held_bytes
+        program,
+        buffers=buffers,
+        resident_bytes=program.resident_bytes + held_bytes,
+        holds_gradients=True,
     )

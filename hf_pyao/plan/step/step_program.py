@@ -252,6 +252,13 @@ class StepProgram:
     """Layers whose frozen weights are uploaded for forward and again for backward. They are not in
     :attr:`residents`, and the slots that they are uploaded into are."""
 
+    optimizer_requests: Sequence[int] | None = None
+    """What the optimizer's step allocates beside gradients and states, and frees: see
+    :func:`~hf_pyao.plan.hardware.beside_step.optimizer_requests`. None: it is not on the device, or
+    not known."""
+    holds_gradients: bool = False
+    """Gradients of an earlier micro-batch are among :attr:`resident_bytes`."""
+
     forms: Mapping[int, str] = field(default_factory=dict, compare=False)
     """Dtype and shape of the tensors that buffers were made as, such as ``bfloat16[8, 512]``. Not
     known of steps that were read from a document, or computed from other sizes."""

@@ -25,11 +25,13 @@ from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError, or_refuse
 from hf_pyao.model.fake_cuda.cuda_choices import choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda
 from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.plan.hardware.beside_step import implementation_of, optimizer_requests
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.predict.peak_cause import PeakCause, peak_cause
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
@@ -230,7 +232,11 @@ class Adviser:
                 raise LeversRefusedError("the model keeps its own loss")
             program = recorded.whole()
             resident_bytes = program.resident_bytes + self.state_bytes
-            program = dataclasses.replace(program, resident_bytes=resident_bytes)
+            program = dataclasses.replace(
+                program,
+                resident_bytes=resident_bytes,
+                optimizer_requests=requests_of(self._found, program),
+            )
             accumulates = self._found.accumulates
             self._programs[levers] = gradients_held(program) if accumulates else program
         return self._programs[levers]
@@ -298,6 +304,15 @@ def state_bytes_of(found: SeenTraining) -> int:
             trained_bytes = sum(p.nbytes for p in trained if p.requires_grad)
             total_bytes += int(states_share(type(optimizer).__name__) * trained_bytes)
     return total_bytes
+
+
+def requests_of(found: SeenTraining, program: StepProgram) -> tuple[int, ...]:
+    """Return what the optimizer's step allocates beside gradients and states after *program*."""
+    sizes = [program.buffers[number].nbytes for number in sorted(gradients_of(program))]
+    for optimizer in found.optimizers[:1]:  # several share the gradients
+        has_moments = "adam" in type(optimizer).__name__.lower()
+        return optimizer_requests(sizes, implementation_of(optimizer), has_moments=has_moments)
+    return ()
 
 
 def device_of(found: SeenTraining) -> torch.device:

@@ -6,8 +6,8 @@ from hf_pyao.plan.hardware.attention_workspaces import CUDNN_MARGIN
 from hf_pyao.plan.hardware.kernel_settings import CUDNN_CAPABILITIES, KernelSettings
 
 ASSUMPTIONS = (
-    "weights and arithmetic in bfloat16, dropout as the configuration has it, no padding, eager "
-    "layers, flash attention",
+    "weights and arithmetic in bfloat16 (--dtype), dropout as the configuration has it, no "
+    "padding, eager layers, flash attention",
     "engine 'plain': gradients stay until the step ends. 'zero2': a gradient leaves when it is "
     "complete, through a bucket of 1e9 bytes, and the optimizer is on the host",
     "each operation takes the longer of its arithmetic and its memory traffic, and 3 us; copies "
@@ -19,6 +19,9 @@ ASSUMPTIONS = (
     "a step fits if PyTorch's caching allocator serves it from the card's memory less the CUDA "
     "context (context_gib): its rules are replayed over three steps, with copies as late as can "
     "be; memory that others take on the same card is not counted",
+    "reserved, and whether a step fits, hold for steps of equal length: where lengths vary, the "
+    "allocator keeps segments of earlier ones beside, and gives them back when memory ends "
+    "(--lengths: the worst case)",
     "rows of `auto` have the plan that it makes when it has measured the speeds above; `pyao plan` "
     "makes a plan from a data sheet, which it chooses for its worst case while speeds are off by "
     "30 %",

@@ -15,6 +15,7 @@ from hf_pyao.plan.weights.base_names import described
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.common_arguments import (
     hardware_of,
+    lengths_of,
     tell,
     training_fields,
     training_fields_of,
@@ -53,7 +54,8 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         found: EstimateReport = estimate_report(
             args.model,
             hardware,
-            sequence_length=args.sequence_length or DEFAULT_LENGTH,
+            sequence_length=_lengths_of(args)[1],
+            shortest=_lengths_of(args)[0],
             micro_batch=args.micro_batch,
             allocator=allocator,
             with_longest=not args.no_longest_sequence,
@@ -69,6 +71,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     also_written = [] if args.step is None else [args.step]
     tell(report, as_json=args.json, output=args.output, also_written=also_written)
     return 0
+
+
+def _lengths_of(args: argparse.Namespace) -> tuple[int | None, int]:
+    """Return the tokens of the shortest sample, None where all are as long, and of the longest."""
+    return lengths_of(args) or (None, args.sequence_length or DEFAULT_LENGTH)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -97,7 +104,7 @@ def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:
     from hf_pyao.tools.estimate.one_step import step_of
 
     options = {
-        "sequence_length": args.sequence_length or DEFAULT_LENGTH,
+        "sequence_length": _lengths_of(args)[1],
         "allocator": AllocatorSettings.parse(args.alloc_conf),
         **training_fields_of(args, hardware),
     }
@@ -109,6 +116,7 @@ def estimate_report(
     hardware: Hardware,
     *,
     sequence_length: int = 512,
+    shortest: int | None = None,
     micro_batch: int | None = None,
     allocator: AllocatorSettings | None = None,
     with_longest: bool = True,
@@ -122,6 +130,7 @@ def estimate_report(
         model: as :func:`~hf_pyao.tools.estimate.model_specs.parse_model` reads it.
         hardware: the card.
         sequence_length: tokens of a sample.
+        shortest: tokens of the shortest one, where lengths vary; None: they do not.
         micro_batch: samples that times and peaks are for; None: the most that fit.
         allocator: settings of PyTorch's allocator; None: its default.
         with_longest: look for the longest sequences too.
@@ -152,7 +161,12 @@ def estimate_report(
     jobs = all_jobs(
         config=config,
         hardware=hardware,
-        options={"sequence_length": sequence_length, "allocator": allocator, **fields},
+        options={
+            "sequence_length": sequence_length,
+            "shortest": shortest,
+            "allocator": allocator,
+            **fields,
+        },
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
@@ -166,6 +180,7 @@ def estimate_report(
         setup={
             "model": dataclasses.asdict(spec),
             "sequence_length": sequence_length,
+            "shortest": shortest,
             "micro_batch": micro_batch,
             **training,
             "alloc_conf": str(allocator or ""),

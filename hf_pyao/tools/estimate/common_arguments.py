@@ -29,8 +29,11 @@ def training_fields(
     optimizer_step: str = FUSED,
     lora_rank: int | None = None,
     lora_targets: str = ALL_LINEAR,
+    lora_dropout: float = 0.0,
     adapter_dtype: str = ADAPTER_DTYPES[0],
     base: str = PLAIN,
+    kbit_prepared: bool = False,
+    dtype: str = "bfloat16",
     deterministic: bool = False,
     attention: str = "flash",
 ) -> dict[str, Any]:
@@ -38,8 +41,19 @@ def training_fields(
     say.
 
     Raises:
-        ConfigError: a base is quantised and all its parameters are trained.
+        ConfigError: a base is quantised and all its parameters are trained, or an option of
+            adapters is given and there are none.
     """
+    if lora_rank is None and (kbit_prepared or lora_dropout):
+        flag = "--kbit-prepared" if kbit_prepared else "--lora-dropout"
+        raise ConfigError(
+            f"{flag} has no effect without --lora: give it, too.", key="setting-missing"
+        )
+    if not 0 <= lora_dropout < 1:
+        raise ConfigError(
+            f"--lora-dropout is {lora_dropout}; expected a share of 0 or more, and below 1.",
+            key="setting-value",
+        )
     if base != PLAIN and lora_rank is None:
         raise ConfigError(
             f"--base is {base}, and quantised weights are not trained: give --lora.",
@@ -54,8 +68,11 @@ def training_fields(
         "implementation": optimizer_step,
         "lora_rank": lora_rank,
         "lora_targets": lora_targets,
-        "adapter_dtype": adapter_dtype,
+        "lora_dropout": lora_dropout,
+        "adapter_dtype": "float32" if adapter_dtype == "float32" else dtype,
         "base": base,
+        "is_kbit_prepared": kbit_prepared,
+        "dtype": dtype,
         "kernels": hardware.kernels._replace(
             is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
         ),
@@ -65,8 +82,8 @@ def training_fields(
 def training_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return options of heading ``trained`` as arguments of :func:`training_fields`."""
     names = (
-        *("lora_targets", "adapter_dtype", "base", "engine", "optimizer", "optimizer_step"),
-        *("deterministic", "attention"),
+        *("lora_targets", "lora_dropout", "adapter_dtype", "base", "kbit_prepared", "dtype"),
+        *("engine", "optimizer", "optimizer_step", "deterministic", "attention"),
     )
     return {"lora_rank": args.lora, **{name: getattr(args, name) for name in names}}
 
@@ -116,6 +133,25 @@ def hardware_with(hardware: Hardware, args: argparse.Namespace) -> Hardware:
         host_gib = int(Size().check("--host-memory", args.host_memory)) / GIB
         hardware = dataclasses.replace(hardware, host_memory_gib=host_gib)
     return hardware
+
+
+def lengths_of(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the shortest and the longest text of ``--lengths``; None where it is not given.
+
+    Raises:
+        ConfigError: it is no such pair, or there is a length of all texts too.
+    """
+    if args.lengths is None:
+        return None
+    shortest, dash, longest = args.lengths.partition("-")
+    is_pair = bool(dash) and shortest.isdecimal() and longest.isdecimal()
+    if not is_pair or not 2 <= int(shortest) < int(longest) or args.sequence_length is not None:
+        raise ConfigError(
+            f"--lengths is {args.lengths!r}; expected two numbers of tokens, such as 91-8192, and "
+            "no --sequence-length beside it.",
+            key="setting-value",
+        )
+    return int(shortest), int(longest)
 
 
 def link_gib_per_s(text: str, label: str = "--link") -> float:

@@ -27,6 +27,8 @@ from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
+from hf_pyao.plan.predict.allocator_replay import Reserved, StepMemory
+from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -56,6 +58,9 @@ SLACK = 1 / 128
 """Share of a size within which larger ones are not looked for with MLPs in tiles or attention in
 groups; and which a size may lack that leaves room."""
 
+NUM_LENGTHS = 8
+"""Steps that are looked at before the longest, where lengths vary."""
+
 LIKELY_MICRO_BATCH = 128
 """Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
 as tiles and chunks are as large as the rows that there are."""
@@ -70,6 +75,7 @@ class Estimator:
         training_state: ``"host"`` or ``"device"``, see
             :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`.
         sequence_length: tokens of each sample.
+        shortest: tokens of the shortest one, where lengths vary; None: they do not.
         window: ``PyAOConfig.window``.
         allocator: settings of PyTorch's allocator; None: its default.
         more: further fields of :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`.
@@ -82,6 +88,7 @@ class Estimator:
         *,
         training_state: str = "host",
         sequence_length: int = 512,
+        shortest: int | None = None,
         window: int | str = DEFAULT_WINDOW_BYTES,
         allocator: AllocatorSettings | None = None,
         **more: Any,
@@ -90,6 +97,7 @@ class Estimator:
         self.config = config
         self.hardware = hardware
         self.sequence_length = sequence_length
+        self.shortest = shortest
         window = PyAOConfig(window=window).effective().window
         self.window_bytes = None if isinstance(window, str) else window
         self.num_recordings = 0
@@ -149,7 +157,7 @@ class Estimator:
             hidden = max(0.0, 1 - predicted.stall_ms / transfer_ms)
         cause = peak_cause(predicted.program, predicted.late)
         inside = largest_workspace(predicted.program)
-        later_bytes = self._training.optimizer_step_bytes(predicted.program)
+        worst = self._among_lengths(way, shown, predicted.memory)
         streamed = self._streamed(way, shown, weights)
         return EstimateRow(
             method=way.name,
@@ -158,9 +166,9 @@ class Estimator:
             longest_sequence=longest,
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
             micro_batch=shown,
-            fits=predicted.memory.fits(self.limit_bytes) and later_bytes <= self.limit_bytes,
+            fits=predicted.memory.fits(self.limit_bytes) and (worst is None or worst.fits),
             peak_bytes=predicted.peak_bytes,
-            reserved_bytes=predicted.memory.reserved_within(self.limit_bytes),
+            reserved_bytes=self._reserved_bytes(way, predicted.memory, worst),
             peak_phase=cause.phase,
             peak_where=cause.where,
             peak_tensor=cause.tensor,
@@ -169,7 +177,7 @@ class Estimator:
             workspace_bytes=sum(inside.parts.values()),
             workspace_of=inside.name,
             workspace_parts=inside.parts,
-            optimizer_step_bytes=later_bytes,
+            optimizer_step_bytes=optimizer_step_bytes(predicted.program),
             step_ms=prediction.step_ms,
             compute_ms=prediction.compute_ms,
             tokens_per_s=shown * length / prediction.step_ms * 1e3,
@@ -179,6 +187,25 @@ class Estimator:
             recomputed_modules=list(self.flagged()) if way.policy == "pyao" else [],
             **streamed,
         )
+
+    def _among_lengths(self, way: Way, micro_batch: int, memory: StepMemory) -> Reserved | None:
+        """Return what is reserved behind steps of rising lengths; None where they do not vary.
+
+        Nor of a way that plans, since its plan is for one length.
+        """
+        if self.shortest is None or way.policy == "auto":
+            return None
+        gap = (self.sequence_length - self.shortest) / NUM_LENGTHS
+        shorter = [round(self.shortest + number * gap) for number in range(NUM_LENGTHS)]
+        family = self._family(way)
+        before = [self._outcome(way, family, micro_batch, each).memory for each in shorter]
+        return memory.behind(before, self.limit_bytes)
+
+    def _reserved_bytes(self, way: Way, memory: StepMemory, worst: Reserved | None) -> int | None:
+        """Return what a row says is reserved; None where lengths vary and that is not known."""
+        if worst is not None:
+            return worst.reserved_bytes
+        return None if self.shortest is not None else memory.reserved_within(self.limit_bytes)
 
     def _streamed(self, way: Way, micro_batch: int, weights: WeightPlan | None) -> dict[str, Any]:
         """Return the fields of a row that streams weights; none of others."""
@@ -296,9 +323,7 @@ class Estimator:
         """Return the memory of a way to train at a size."""
         key = (way, family, micro_batch, length)
         if key not in self._memories:
-            found = self._outcomes(way, family, micro_batch, length)
-            later_bytes = self._training.optimizer_step_bytes(found[0].program)
-            self._memories[key] = SizedMemory(found, later_bytes)
+            self._memories[key] = SizedMemory(self._outcomes(way, family, micro_batch, length))
         return self._memories[key]
 
     def _outcomes(

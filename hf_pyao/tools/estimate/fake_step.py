@@ -7,6 +7,7 @@ place (``hf_pyao/model/fake_cuda``). So no GPU is needed, and none is measured.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda, replaced
-from hf_pyao.plan.hardware.beside_step import FUSED, zero_bucket
+from hf_pyao.plan.hardware.beside_step import FUSED, optimizer_requests, zero_bucket
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
-from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
+from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.base_names import ALL_LINEAR, PLAIN
 from hf_pyao.text import describe_error
@@ -78,12 +79,17 @@ class FakeTraining:
     :data:`~hf_pyao.plan.weights.base_names.BASES`."""
     adapter_dtype: str = "bfloat16"
     """Of adapters. With ``"float32"``, which is PEFT's own choice, forward runs under autocast in
-    bfloat16, as with ``bf16=True`` of Trainer."""
+    :attr:`dtype`, as with ``bf16=True`` or ``fp16=True`` of Trainer."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's input that is dropped."""
+    is_kbit_prepared: bool = False
+    """Whether PEFT's ``prepare_model_for_kbit_training`` was called: what is not quantised is
+    float32 then, and forward runs under autocast."""
     dtype: str = "bfloat16"
-    """Of weights and arithmetic; that of a base with adapters is bfloat16."""
+    """Of weights and arithmetic."""
     implementation: str = FUSED
     """How the optimizer goes over parameters, where it is torch's and on the device; see
-    :func:`~hf_pyao.plan.hardware.beside_step.optimizer_temporaries`."""
+    :func:`~hf_pyao.plan.hardware.beside_step.optimizer_requests`."""
     kernels: KernelSettings = ANY_DEVICE
     """The device and the process that kernels are chosen for, and their workspaces computed."""
 
@@ -108,7 +114,8 @@ class FakeTraining:
     def _key(self) -> tuple[object, ...]:
         """What the model follows from."""
         shape = (id(self.config), self.checkpointing, self.dtype)
-        return (*shape, self.lora_rank, self.lora_targets, self.base, self.adapter_dtype)
+        adapters = (self.lora_rank, self.lora_targets, self.adapter_dtype, self.lora_dropout)
+        return (*shape, *adapters, self.base, self.is_kbit_prepared)
 
     def _operations(self) -> AbstractContextManager[None]:
         return _operations_of(self.operations_of, self.kernels)
@@ -120,14 +127,7 @@ class FakeTraining:
         if self.lora_rank is None:
             built = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
         else:
-            built = build_lora_model(
-                config,
-                self.lora_rank,
-                checkpointing=self.checkpointing,
-                targets=self.lora_targets,
-                base=self.base,
-                adapter_dtype=self.adapter_dtype,
-            )
+            built = build_lora_model(self, config)
         return built
 
     def let_gradients_go(self, model: nn.Module) -> None:
@@ -150,12 +150,16 @@ class FakeTraining:
         """What gradients are reduced in, in backward; 0 where they stay."""
         return BUCKET_BYTES if self.training_state == "host" else 0
 
-    def optimizer_step_bytes(self, program: StepProgram) -> int:
-        """Return the most bytes on the device while the optimizer steps; 0 if it is elsewhere."""
+    def with_optimizer(self, program: StepProgram) -> StepProgram:
+        """Return *program* with what the optimizer's step allocates, if it is on the device."""
         if self.training_state == "host":
-            return 0
-        has_moments = self.optimizer_bytes > 0
-        return optimizer_step_bytes(program, self.implementation, has_moments=has_moments)
+            return program
+        requests = optimizer_requests(
+            [program.buffers[number].nbytes for number in sorted(gradients_of(program))],
+            self.implementation,
+            has_moments=self.optimizer_bytes > 0,
+        )
+        return dataclasses.replace(program, optimizer_requests=requests)
 
     def run(
         self,
@@ -176,8 +180,10 @@ class FakeTraining:
         """
         ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
         # As in a loop by hand, the outputs live on during backward, logits included.
-        is_mixed = self.lora_rank is not None and self.adapter_dtype == "float32"
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        is_mixed = self.lora_rank is not None and (
+            self.adapter_dtype == "float32" or self.is_kbit_prepared
+        )
+        with torch.autocast("cpu", getattr(torch, self.dtype), enabled=is_mixed):
             outputs = model(input_ids=ids, labels=ids)
         end_phase("head and loss")
         bucket = None
@@ -219,42 +225,34 @@ def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") ->
     return model
 
 
-def build_lora_model(
-    config: Any,
-    rank: int,
-    *,
-    checkpointing: bool,
-    targets: str = ALL_LINEAR,
-    base: str = PLAIN,
-    adapter_dtype: str = "bfloat16",
-) -> Any:
-    """Return the model of *config* in bfloat16 with LoRA adapters.
-
-    Args:
-        config: of transformers.
-        rank: of the adapters.
-        checkpointing: of the model.
-        targets: as :attr:`FakeTraining.lora_targets`.
-        base: as :attr:`FakeTraining.base`.
-        adapter_dtype: of the adapters.
+def build_lora_model(training: FakeTraining, config: Any) -> Any:
+    """Return the model of *config* with the LoRA adapters that *training* says.
 
     Raises:
         ConfigError: peft or bitsandbytes is missing, or the model has no such modules.
     """
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
         raise ConfigError(
             "LoRA needs peft, which is not installed: pip install peft.", key="missing-package"
         ) from error
-    names = targets if targets == ALL_LINEAR else targets.split(",")
-    lora = LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
+    targets, dtype = training.lora_targets, training.dtype
+    lora = LoraConfig(
+        r=training.lora_rank or 0,
+        target_modules=targets if targets == ALL_LINEAR else targets.split(","),
+        lora_dropout=training.lora_dropout,
+        task_type="CAUSAL_LM",
+    )
     # On the meta device first: peft moves parameters, which fake ones do not take.
     with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
         for about in ("fan_in_fan_out is set to", "`is_gradient_checkpointing` is deprecated"):
             warnings.filterwarnings("ignore", about)  # of PEFT: nobody here can heed them
-        model = build_model(config, checkpointing=checkpointing)
-        quantise_linear_layers(model, base)
+        model = build_model(config, checkpointing=training.checkpointing, dtype=dtype)
+        quantise_linear_layers(model, training.base)
+        if training.is_kbit_prepared:
+            prepare: Any = prepare_model_for_kbit_training
+            model = prepare(model, use_gradient_checkpointing=False)
         # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
         model.enable_input_require_grads()
         try:
@@ -264,13 +262,16 @@ def build_lora_model(
                 f"adapters on {targets!r}: {describe_error(error)}", key="model-spec"
             ) from error
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-            parameter.data = parameter.data.to(getattr(torch, adapter_dtype))
-    _materialize(model)
+            parameter.data = parameter.data.to(getattr(torch, training.adapter_dtype))
+    _materialize(model, getattr(torch, dtype))
     return model
 
 
-def _materialize(model: nn.Module) -> None:
-    """Give *model*, on the meta device, parameters and buffers of the mode that is on."""
+def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give *model*, on the meta device, parameters and buffers of the mode that is on.
+
+    Quantised weights are as if made of weights of *dtype*.
+    """
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -278,15 +279,15 @@ def _materialize(model: nn.Module) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = _made(tensor)
+                    made[id(tensor)] = _made(tensor, dtype)
                 table[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
-def _made(tensor: Tensor) -> Tensor:
+def _made(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of the mode that is on, like one on the meta device."""
     if not isinstance(tensor, nn.Parameter):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    found = fake_parameter(tensor)
+    found = fake_parameter(tensor, dtype)
     if found is not None:
         return found
     return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)

@@ -45,7 +45,7 @@ FINDS = {"micro-batch": "fastest", "largest-micro-batch": "largest"}
 """Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`, where
 these differ."""
 
-NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
+NOT_FOR_FINDING = ("lengths", "no_longest_sequence", "processes", "step", "step_method")
 """Options of ``pyao estimate`` that have no effect with ``--find``."""
 
 
@@ -235,7 +235,6 @@ def _predictor(
     from hf_pyao.plan.predictor.choice import LENGTH_STEP
     from hf_pyao.plan.predictor.predictor import Card, Predictor
     from hf_pyao.plan.predictor.steps import Steps, gradients_held
-    from hf_pyao.plan.step.ends_on_host import with_ends_on_host
     from hf_pyao.tools.estimate.fake_step import FakeTraining
     from hf_pyao.tools.estimate.model_specs import most_positions, with_layers
     from hf_pyao.tools.estimate.recorded_step import record_with
@@ -244,8 +243,6 @@ def _predictor(
     binds = binds_of(args)
     micro_batch, length = args.micro_batch or 1, args.sequence_length or DEFAULT_LENGTH
     fields = training_fields_of(args, hardware)
-
-    of_any = FakeTraining(config=config, **fields)
 
     @functools.lru_cache(maxsize=1)
     def training_of(num_layers: int | None) -> FakeTraining:
@@ -273,10 +270,4 @@ def _predictor(
         holds = is_accumulating and args.engine == "plain"
         return gradients_held(program) if holds else program
 
-    def optimizer_bytes(size: int) -> int:
-        program = steps.at(size, binds.levers)
-        program = with_ends_on_host(program) if binds.ends_on_host else program
-        return of_any.optimizer_step_bytes(program)
-
-    card = Card.of(hardware.device, hardware.link)
-    return Predictor(step_at, card, binds, optimizer_bytes=optimizer_bytes), steps
+    return Predictor(step_at, Card.of(hardware.device, hardware.link), binds), steps

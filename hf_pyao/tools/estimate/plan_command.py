@@ -162,6 +162,9 @@ def _plan(args: argparse.Namespace) -> Plan:
             )
 
         profiled = ProfiledStep.of(profile, **_elsewhere(args, hardware, is_profile=is_profile))
+        if training is not None:
+            program = training.with_optimizer(profiled.program)
+            profiled = dataclasses.replace(profiled, program=program)
         found = Predictor.of_profile(profiled, binds, record).choice().checked().best(limit_bytes)
     chosen, facts = found.levers, NO_FACTS
     figures: dict[str, float] = {}
@@ -172,8 +175,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         facts = dataclasses.replace(NO_FACTS, resident_blocks=found.weights.num_resident)
     if training is not None:
         program = (chosen.configured if binds.stream_weights == OFF else chosen.planner).program
-        later_bytes = training.optimizer_step_bytes(program)
-        _check_optimizer_step(later_bytes, limit_bytes, less_by_streaming(program))
+        _check_optimizer_step(program, limit_bytes, less_by_streaming(program))
         figures |= _beside_figures(training, program)
     if not chosen.fits:
         help = (less_by_streaming(chosen.planner.program), chosen.levers.less_memory)
@@ -272,27 +274,31 @@ def _what_peaks_hold(args: argparse.Namespace, plan: Plan) -> str:
 
 def _beside_figures(training: FakeTraining, program: StepProgram) -> dict[str, float]:
     """Return what the peaks of a plan hold beside what is planned, by name."""
+    from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
+
     found = {
         "bucket_bytes": float(training.bucket_bytes),
         "workspace_bytes": float(max(each.workspace_bytes for each in program.operations)),
-        "optimizer_step_bytes": float(training.optimizer_step_bytes(program)),
+        "optimizer_step_bytes": float(optimizer_step_bytes(program)),
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def _check_optimizer_step(nbytes: int, limit_bytes: float, less_by_streaming: str) -> None:
+def _check_optimizer_step(program: StepProgram, limit_bytes: float, less_by_streaming: str) -> None:
     """Refuse where the optimizer's step does not fit, whatever is offloaded.
 
     Args:
-        nbytes: what it takes.
+        program: the step before it.
         limit_bytes: what it may take.
         less_by_streaming: what streamed weights would take off, in words; empty: nothing.
 
     Raises:
         NoPlanFitsError: it takes more.
     """
+    from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
     from hf_pyao.plan.solve.planner import NoPlanFitsError
 
+    nbytes = optimizer_step_bytes(program)
     if nbytes > limit_bytes:
         raise NoPlanFitsError(
             f"the optimizer's step takes {nbytes / 1e9:.2f} GB: weights, gradients, states and its "

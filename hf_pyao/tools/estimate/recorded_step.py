@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ParamSpec
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,8 +19,6 @@ from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining, runs_without_values
-
-Parameters = ParamSpec("Parameters")
 
 
 @dataclass(frozen=True)
@@ -103,16 +100,23 @@ def recorded_step(
     return recorded
 
 
-def _whole(record: Callable[Parameters, RecordedStep]) -> Callable[Parameters, StepProgram]:
-    @functools.wraps(record)
-    def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> StepProgram:
-        return record(*args, **kwargs).whole()
+def record_step(
+    training: FakeTraining, micro_batch: int, sequence_length: int, **options: Any
+) -> StepProgram:
+    """Run one step and return it as a program, with all layers, and what the optimizer allocates.
 
-    return recorded
+    Args:
+        training: the model, and how it is trained.
+        micro_batch: samples.
+        sequence_length: tokens of each, without padding.
+        options: further arguments of :func:`recorded_step`.
 
-
-record_step = _whole(recorded_step)
-"""Run one step and return it as a program, with all layers; arguments of :func:`recorded_step`."""
+    Raises:
+        ConfigError: as :func:`recorded_step`.
+        LeversRefusedError: as :func:`recorded_step`.
+    """
+    recorded = recorded_step(training, micro_batch, sequence_length, **options)
+    return training.with_optimizer(recorded.whole())
 
 
 def record_with(

@@ -75,7 +75,7 @@ def _quantised(library: Any, module: Any, base: str) -> nn.Module:
             num_in,
             num_out,
             bias=has_bias,
-            compute_dtype=torch.bfloat16,
+            compute_dtype=module.weight.dtype,
             compress_statistics=base == "nf4-double",
             quant_type="nf4",
             device="meta",
@@ -85,14 +85,15 @@ def _quantised(library: Any, module: Any, base: str) -> nn.Module:
     return new  # type: ignore[no-any-return]
 
 
-def fake_parameter(parameter: nn.Parameter) -> nn.Parameter | None:
+def fake_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter | None:
     """Return a fake stand-in for a quantised parameter on the meta device; None for others.
 
-    The stand-in has the attributes of the library's class, which its layers look at.
+    The stand-in has the attributes of the library's class, which its layers look at, and is as if
+    made of weights of *dtype*.
     """
     kind = type(parameter).__name__
     held: Any = parameter
-    weight = torch.empty(parameter.shape, dtype=torch.bfloat16)
+    weight = torch.empty(parameter.shape, dtype=dtype)
     if kind == "Params4bit":
         functional = _library("nf4").functional
         _make_tables(functional)

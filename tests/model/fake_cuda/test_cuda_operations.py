@@ -93,6 +93,15 @@ def test_attention_runs_the_kernel_of_the_device(
     assert seen.found == [(kernel, seen_width), (f"{kernel}_backward", seen_width)]
 
 
+def test_attention_gets_what_autocast_casts_on_cuda() -> None:
+    with FakeTensorMode(), operations_of_cuda(kernels=KernelSettings(108, 80)):
+        tensors = [torch.empty(3, 2, 16, 40, requires_grad=True) for _ in "qkv"]
+        with Names() as seen, torch.autocast("cpu", torch.bfloat16):
+            result = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    assert result.dtype == torch.bfloat16
+    assert seen.found == [("flash_attention", 40)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_layer_norm_saves_its_statistics_in_float32(dtype: torch.dtype) -> None:
     saved: list[torch.Tensor] = []

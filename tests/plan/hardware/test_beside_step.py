@@ -11,10 +11,12 @@ from hf_pyao.plan.hardware.beside_step import (
     FUSED,
     blas_workspace_bytes,
     ddp_buckets,
-    optimizer_temporaries,
+    implementation_of,
+    optimizer_requests,
     zero_bucket,
 )
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.predict.optimizer_step import requested_bytes
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
 ADA, HOPPER = KernelSettings(46, 89), KernelSettings(132, 90)
@@ -82,11 +84,24 @@ def test_an_optimizers_step_makes_what_the_table_has(implementation: str, name: 
         optimizer = torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1, **how)
     else:
         optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1 * decays, **how)
-    expected = optimizer_temporaries(
+    requests = optimizer_requests(
         [each.nbytes for each in parameters],
         implementation,
         has_moments=has_moments,
         decays_gradients=decays,
-    ).nbytes
+    )
+    expected = requested_bytes(requests)
+    assert sum(each > 0 for each in requests) == sum(each < 0 for each in requests)
     scalars = 8 * 8 * len(SHAPES)  # numbers of steps, learning rates
     assert expected <= peak_beside(optimizer) <= expected + scalars
+
+
+def test_a_live_optimizer_is_foreach_on_cuda_unless_it_says_otherwise() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = trained()
+    assert implementation_of(torch.optim.Adam(parameters)) == FOREACH
+    assert implementation_of(torch.optim.Adam(parameters, fused=True)) == FUSED
+    assert implementation_of(torch.optim.AdamW(parameters, foreach=False)) == FOR_LOOP
+    assert implementation_of(Own(parameters)) == FUSED, "what is not torch's is not known"

@@ -13,12 +13,14 @@ from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict import allocator_replay
 from hf_pyao.plan.predict.allocator_replay import ACCURACY, IN_SEARCHES, StepMemory
+from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import FREED, Prediction
 from hf_pyao.plan.step.step_program import (
     BACKWARD,
+    FORWARD,
     OUTSIDE,
     Buffer,
     Operation,
@@ -44,8 +46,12 @@ def made_up(
     weights: tuple[float, ...] = (),
     states: float = 0,
     workspaces: dict[int, float] | None = None,
+    phase: str = FORWARD,
 ) -> StepProgram:
-    """Return a step of buffers of so many MiB, each with its first operation and its end."""
+    """Return a step of buffers of so many MiB, each with its first operation and its end.
+
+    In backward, what is there at the end are gradients.
+    """
     end = max(last for *_, last in buffers)
     inside = workspaces or {}
     return StepProgram(
@@ -55,7 +61,7 @@ def made_up(
         ),
         buffers=tuple(Buffer(int(mib * MIB), birth, death) for mib, birth, death in buffers),
         slots=(),
-        segments=(Segment(BACKWARD, OUTSIDE, 0, end),),
+        segments=(Segment(phase, OUTSIDE, 0, end),),
         resident_bytes=int((sum(weights) + states) * MIB),
         layer_names=("layer",),
         residents=tuple(Resident(OUTSIDE, int(mib * MIB)) for mib in weights),
@@ -80,6 +86,28 @@ def test_a_workspace_is_reserved_beside_the_results_of_its_operation() -> None:
     plain = memory_of(made_up([(30, 0, 2), (30, 1, 2)]))
     more = memory_of(made_up([(30, 0, 2), (30, 1, 2)], workspaces={1: 40}))
     assert more.reserved().reserved_bytes - plain.reserved().reserved_bytes == 40 * MIB
+
+
+def test_the_optimizers_temporaries_are_beside_gradients() -> None:
+    # The second is a gradient.
+    plain = made_up([(40, 0, 2), (30, 1, 3)], weights=(4,), phase=BACKWARD)
+    asked = tuple(mib * MIB for mib in (44, 6))
+    found = memory_of(replace(plain, optimizer_requests=(*asked, ~0, ~1)))
+    # 44 MiB are no part of the 40 that activations left, which have room for the other.
+    assert memory_of(plain).reserved().reserved_bytes == (20 + 40 + 30) * MIB
+    assert found.reserved().reserved_bytes == (20 + 40 + 30 + 44) * MIB
+    assert found.peak_bytes == (4 + 30 + 44 + 6) * MIB
+    assert found.needed_bytes >= found.peak_bytes
+    in_turn = memory_of(replace(plain, optimizer_requests=(asked[1], ~0, asked[1], ~1)))
+    assert in_turn.reserved() == memory_of(plain).reserved()
+
+
+def test_steps_of_rising_lengths_keep_what_earlier_ones_reserved() -> None:
+    short, long = (memory_of(made_up([(mib, 0, 1)], weights=(4,))) for mib in (30, 48))
+    assert long.behind([], math.inf) == long.reserved()
+    assert long.behind([short], math.inf).reserved_bytes == (20 + 30 + 48) * MIB
+    within = long.behind([short], 90 * MIB)
+    assert (within.fits, within.reserved_bytes) == (True, 68 * MIB), "it gives a segment back"
 
 
 @pytest.mark.parametrize(("name", "names"), [("opt:tiny", 2), ("llama:tiny", 1)])
@@ -244,13 +272,16 @@ def reserved_by_a_plain_allocator(
                     device.free(live.pop(key))
                 else:
                     live[key] = device.allocate(nbytes)
+            gradients = [live.pop(key) for key in gradients_of(program) if key in live]
             for block in live.values():
                 device.free(block)
-            retries = device.num_retries - before
             if number == 0:
                 for nbytes in weights:
                     device.allocate(nbytes * states // sum(weights))
-            elif not retries and device.peak_reserved == peak:
+            for block in gradients:
+                device.free(block)
+            retries = device.num_retries - before
+            if number and not retries and device.peak_reserved == peak:
                 break
     except MemoryError:
         return device.peak_allocated, device.peak_reserved, retries, False
@@ -276,7 +307,9 @@ def test_replays_come_to_what_a_plain_allocator_reserves(
         early.append((mib, start, start + lengths[draw.random() < 0.4]))
     if seed % 2:  # also where the first step takes more
         late, early = early, late
-    program, first = (made_up(each, weights=weights, states=20) for each in (late, early))
+    program, first = (
+        made_up(each, weights=weights, states=20, phase=BACKWARD) for each in (late, early)
+    )
     tied = Resident(OUTSIDE, weights[0] * MIB, num_names=2)
     program = replace(program, residents=(tied, *program.residents[1:]))
     predictions = [predict(each, [], window_bytes=0) for each in (program, first)]

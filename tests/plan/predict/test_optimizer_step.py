@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hf_pyao.plan.hardware.beside_step import FOR_LOOP, FOREACH, FUSED
 from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
+from hf_pyao.plan.predictor.steps import gradients_held
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
@@ -20,15 +23,22 @@ def test_it_holds_weights_states_gradients_and_temporaries(name: str) -> None:
         sizes = [each.numel() for each in model.parameters()]
         buffers = sum(each.nbytes for each in model.buffers())
     program = record_step(training, 1, 64)
+
+    def most(**how: object) -> int:
+        changed = dataclasses.replace(training, **how)  # type: ignore[arg-type]
+        return optimizer_step_bytes(changed.with_optimizer(program))
+
     held = (2 + 2 + 8) * sum(sizes) + buffers
-    assert optimizer_step_bytes(program, FUSED) == held
-    assert optimizer_step_bytes(program, FOREACH) == held + 2 * sum(sizes)
-    assert optimizer_step_bytes(program, FOR_LOOP) == held + 2 * 2 * max(sizes)
-    assert optimizer_step_bytes(program, FOREACH, has_moments=False) == held
-    assert training.optimizer_step_bytes(program) == held
+    assert most(implementation=FUSED) == optimizer_step_bytes(program) == held
+    assert most(implementation=FOREACH) == held + 2 * sum(sizes)
+    assert most(implementation=FOR_LOOP) == held + 2 * 2 * max(sizes)
+    assert most(implementation=FOREACH, optimizer_bytes=0) == held
+    foreach = dataclasses.replace(training, implementation=FOREACH).with_optimizer(program)
+    assert optimizer_step_bytes(gradients_held(foreach)) == held + 2 * sum(sizes)
 
 
-def test_an_optimizer_on_the_host_takes_nothing() -> None:
-    training = FakeTraining(config=config_of(parse_model("llama:tiny")), training_state="host")
+def test_an_optimizer_on_the_host_allocates_nothing() -> None:
+    config = config_of(parse_model("llama:tiny"))
+    training = FakeTraining(config=config, training_state="host", implementation=FOREACH)
     program = record_step(training, 1, 64)
-    assert training.optimizer_step_bytes(program) == 0
+    assert optimizer_step_bytes(program) == 0

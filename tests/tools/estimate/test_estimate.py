@@ -11,16 +11,18 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_pyao import PyAOConfig
-from hf_pyao.cli import main
+from hf_pyao.cli import main, make_parser
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.arguments import PyAOTrainingArguments
 from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.estimate.card_memory import card_memory
+from hf_pyao.tools.estimate.common_arguments import lengths_of
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
+from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.verdict_text import verdict
 from hf_pyao.tools.estimate.ways import METHODS, WAYS, chunked
 from tests.helpers.documents import PROVENANCE
@@ -347,3 +349,30 @@ def test_the_pages_say_what_was_estimated() -> None:
             for row in found
         ]
         assert " | ".join(cells) in page
+
+
+def test_lengths_that_vary_reserve_no_less() -> None:
+    config, card = config_of(parse_model("gpt2:tiny")), find_hardware("rtx4090")
+    equal, varying = (
+        Estimator(config, card, sequence_length=640, shortest=shortest) for shortest in (None, 72)
+    )
+    found = [
+        each.row(METHODS["none"], micro_batch=5, with_longest=False) for each in (equal, varying)
+    ]
+    assert found[1].reserved_bytes > found[0].reserved_bytes
+    assert found[1].peak_bytes == found[0].peak_bytes
+    planned = varying.row(METHODS["policy auto"], micro_batch=5, with_longest=False)
+    assert planned.reserved_bytes is None
+
+
+@pytest.mark.parametrize("given", ["91", "91-", "8192-91", "91-8192 tokens", "1-2"])
+@pytest.mark.sampled(every=1)
+def test_lengths_are_two_rising_numbers(given: str) -> None:
+    args = make_parser().parse_args(["estimate", "--model", "llama:tiny", "--lengths", given])
+    with pytest.raises(ConfigError, match="--lengths"):
+        lengths_of(args)
+    args.lengths = "91-8192"
+    assert lengths_of(args) == (91, 8192)
+    args.sequence_length = 512
+    with pytest.raises(ConfigError, match="--sequence-length"):
+        lengths_of(args)

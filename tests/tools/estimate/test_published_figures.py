@@ -8,6 +8,7 @@ import pytest
 
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from studies.compare_published import TABLES
+from studies.published_gpus import TABLE, gpus_page
 from studies.published_peaks import ALL, LINES, NONE, WAYS, line_of, peaks
 from studies.published_rows import MODELS, Row, Steps
 from studies.published_runs import (
@@ -23,6 +24,7 @@ from studies.published_times import MACHINES, overheads
 from tests.recipes.conftest import REPOSITORY
 
 RESULT = REPOSITORY / "recipes" / "results" / "published_figures.json"
+GPUS = RESULT.with_name("published_gpus.json")
 PAGE = REPOSITORY / "hf_pyao" / "tools" / "estimate" / "PUBLISHED.md"
 NOT_SHOWN = {LARGER_FITS, HOST, LESS}
 """Explanations that no figure of ours can show."""
@@ -122,3 +124,32 @@ def test_what_is_published_is_explained_and_on_the_page() -> None:
         assert f"{each['ours']:.1f} GB" in page
     for each in document["tables"]["paper"]:
         assert f"| {each['figure']} | {each['published']:g}" in page
+
+
+def rows_of_gpus() -> list[Row]:
+    document = json.loads(GPUS.read_text(encoding="utf-8"))
+    assert (document["kind"], document["provenance"]["is_dirty"]) == ("published_gpus", False)
+    assert document["provenance"]["commit"][:12] in PAGE.read_text(encoding="utf-8")
+    derived = ("difference", "is_within")
+    return [
+        Row(**{name: value for name, value in each.items() if name not in derived})
+        for each in document["tables"]["gpus"]
+    ]
+
+
+def test_what_others_measured_is_on_the_page_too_low_first() -> None:
+    rows = rows_of_gpus()
+    assert gpus_page(rows) in PAGE.read_text(encoding="utf-8")
+    cases = json.loads(TABLE.read_text(encoding="utf-8"))["cases"]
+    assert len(cases) == 58
+    assert len({each["name"] for each in cases}) == len(cases)
+    assert all(any(row.figure.startswith(case["name"]) for row in rows) for case in cases)
+    assert all(row.is_within or row.explanation for row in rows)
+
+
+def test_peaks_of_others_that_can_be_stated_are_not_too_low() -> None:
+    cases = json.loads(TABLE.read_text(encoding="utf-8"))["cases"]
+    stated = tuple(f"{case['name']}, " for case in cases if case["group"] == "as stated")
+    peaks = [row for row in rows_of_gpus() if row.figure.startswith(stated) and row.unit == "GB"]
+    assert min(row.difference for row in peaks) >= -0.05
+    assert sum(row.is_within for row in peaks) >= 0.8 * len(peaks)

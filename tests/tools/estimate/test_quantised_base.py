@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM
 
 from hf_pyao.errors import ConfigError
@@ -36,7 +37,7 @@ RANK = 4
 
 
 @functools.cache
-def recorded(base: str, adapter_dtype: str = "float32") -> StepProgram:
+def recorded(base: str, adapter_dtype: str = "float32", **more: Any) -> StepProgram:
     training = FakeTraining(
         config=CONFIG,
         lora_rank=RANK,
@@ -44,6 +45,7 @@ def recorded(base: str, adapter_dtype: str = "float32") -> StepProgram:
         optimizer_bytes=0,
         base=base,
         adapter_dtype=adapter_dtype,
+        **more,
     )
     return record_step(training, 2, 64)
 
@@ -100,6 +102,51 @@ def test_adapters_are_in_float32_as_peft_makes_them(base: str) -> None:
     card = find_hardware("rtx4090")
     states = [training_fields(card, lora_rank=4, adapter_dtype=d) for d in ("float32", "bfloat16")]
     assert [each["optimizer_bytes"] for each in states] == [8, 4]
+
+
+def saved_bytes(program: StepProgram) -> int:
+    return sum(slot.nbytes for slot in program.slots)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.sampled(every=1)
+def test_prepared_as_peft_documents_it_the_rest_is_float32(base: str) -> None:
+    model = prepare_model_for_kbit_training(quantised_model(base), use_gradient_checkpointing=False)
+    program = recorded(base, is_kbit_prepared=True)
+    assert abs(program.resident_bytes - bytes_of(model)) <= 4096
+    assert program.resident_bytes - recorded(base).resident_bytes > CONFIG.vocab_size * 192 * 2 * 2
+    inputs = [
+        saved_bytes(recorded(base, is_kbit_prepared=each, checkpointing=True))
+        for each in (True, False)
+    ]
+    assert inputs[0] == 2 * inputs[1]
+    names = {operation.name for operation in program.operations}
+    assert "_scaled_dot_product_flash_attention" in names  # autocast casts what attention gets
+
+
+def test_dropout_of_adapters_saves_a_byte_for_each_element() -> None:
+    dropped = saved_bytes(recorded("nf4", lora_dropout=0.1)) - saved_bytes(recorded("nf4"))
+    tokens, hidden, wide = 2 * 64, CONFIG.hidden_size, CONFIG.intermediate_size
+    assert dropped == CONFIG.num_hidden_layers * tokens * (6 * hidden + wide)
+
+
+def test_float16_has_fused_attention_on_a_card_before_ampere() -> None:
+    kernels = find_hardware("t4").kernels
+    found = [
+        {each.name for each in recorded("nf4", "float32", dtype=dtype, kernels=kernels).operations}
+        for dtype in ("float16", "bfloat16")
+    ]
+    assert "_scaled_dot_product_efficient_attention" in found[0]
+    assert "_safe_softmax" in found[1]
+
+
+def test_options_of_adapters_are_refused_without_them() -> None:
+    card = find_hardware("t4")
+    for options in ({"kbit_prepared": True}, {"lora_dropout": 0.1}):
+        with pytest.raises(ConfigError, match="--lora"):
+            training_fields(card, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--lora-dropout"):
+        training_fields(card, lora_rank=4, lora_dropout=1.0)
 
 
 def test_products_dequantise_and_take_longer() -> None:

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from hf_pyao.plan.hardware.presets import OTHERS_TIMES
+from hf_pyao.quantities import ABSENT
 from hf_pyao.tools.report.tables import markdown_of
 from hf_pyao.tools.report.terminal import show_view, text_of_view
-from hf_pyao.tools.report.views.view import Table, View
+from hf_pyao.tools.report.views.view import Table, View, others_columns
 from tests.helpers.documents import make_bench
 
 
@@ -51,3 +53,13 @@ def test_a_terminal_is_shown_text_and_a_file_gets_markdown(
     show_view(VIEW)
     said = capsys.readouterr().out
     assert "|" not in said and "\\" not in said and "b_1" in said
+
+
+def test_what_others_measured_on_a_card_stands_beside_predicted_times() -> None:
+    columns = dict(others_columns("a100", lambda step_ms: step_ms))
+    assert list(columns) == ["others' eager kernels, ms", "others' fused kernels, ms"]
+    for show, kernels in zip(columns.values(), ("eager", "fused"), strict=True):
+        least, most = OTHERS_TIMES["a100", kernels]
+        assert show(2000.0) == f"{2000 * least:,.0f} to {2000 * most:,.0f}"
+        assert show(None) == ABSENT
+    assert not list(others_columns("rtx2050", lambda step_ms: step_ms))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.documents.step import place_of
 from hf_pyao.quantities import ABSENT
-from hf_pyao.tools.report.views.view import Table, View, cell, table_of
+from hf_pyao.tools.report.views.view import Table, View, cell, others_columns, table_of
 
 
 def estimate_view(report: EstimateReport) -> View:
@@ -29,11 +29,13 @@ def estimate_view(report: EstimateReport) -> View:
 
 def estimate_table(report: EstimateReport) -> Table:
     """Return an estimate's table; columns that no row has a figure for are left out."""
+    card = str(report.hardware.get("name", ""))
     columns: list[tuple[str, Callable[[EstimateRow], str]]] = [
         ("method", lambda row: row.method),
         ("largest micro-batch", lambda row: _number(row.largest_micro_batch)),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
         ("step, ms", lambda row: f"{row.step_ms:,.1f}"),
+        *others_columns(card, _step_ms),
         ("reserved, GB", lambda r: _gb(r.reserved_bytes) + ("" if r.fits else " (too much)")),
         ("host, GB", lambda row: _gb(row.host_bytes)),
         ("longest sequence", _length),
@@ -47,6 +49,10 @@ def estimate_table(report: EstimateReport) -> Table:
         ("tokens to hide uploads", lambda row: _streamed(row)[2]),
     ]
     return table_of(report.rows, columns)
+
+
+def _step_ms(row: EstimateRow) -> float | None:
+    return row.step_ms
 
 
 def _streamed(row: EstimateRow) -> tuple[str, str, str]:

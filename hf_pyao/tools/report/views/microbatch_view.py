@@ -11,7 +11,7 @@ from hf_pyao.plan.documents.microbatch import (
     MicroBatchRow,
 )
 from hf_pyao.quantities import ABSENT, GIB, number
-from hf_pyao.tools.report.views.view import Table, View, cell, table_of
+from hf_pyao.tools.report.views.view import Table, View, cell, others_columns, table_of
 
 
 def microbatch_view(report: MicroBatchReport) -> View:
@@ -31,7 +31,7 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         SEQUENCE: ("sequence", "micro-batch"),
         MODEL_SIZE: ("layers", "micro-batch"),
     }.get(report.find, ("micro-batch", "accumulation"))
-    find = report.find
+    find, card = report.find, str(report.hardware.get("name", ""))
 
     def size(row: MicroBatchRow) -> str:
         return f"{_asked(row, find):,}" + (" (chosen)" if row == report.chosen else "")
@@ -45,11 +45,17 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         ("fits", lambda row: "yes" if row.fits else "no"),
         ("allocated, GiB", lambda r: f"{r.peak_bytes / GIB:.2f}{'' if r.fits else ' at least'}"),
         ("reserved, GiB", lambda row: cell(row.reserved_bytes, ".2f", GIB)),
+        ("host, GiB", lambda row: cell(row.host_bytes, ".2f", GIB)),
         ("step, ms", lambda row: ABSENT if row.step_ms is None else number(row.step_ms)),
+        *others_columns(card, _step_ms),
         ("ms/sample", lambda row: ABSENT if row.sample_ms is None else number(row.sample_ms)),
         ("plan", lambda row: row.plan),
     ]
     return table_of(report.rows, columns, keeps_all=True)
+
+
+def _step_ms(row: MicroBatchRow) -> float | None:
+    return row.step_ms
 
 
 def _asked(row: MicroBatchRow, find: str) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from hf_pyao.plan.documents.provenance import Provenance
+from hf_pyao.plan.hardware.presets import OTHERS_TIMES
 from hf_pyao.quantities import ABSENT
 from hf_pyao.tools.report.plots.data import Plot
 
@@ -19,6 +20,25 @@ class Table(NamedTuple):
     header: list[str]
     rows: list[list[str]]
     num_text_columns: int = 1
+
+
+def others_columns(
+    card: str, step_ms: Callable[[R], float | None]
+) -> Iterator[tuple[str, Callable[[R], str]]]:
+    """Yield columns of what steps took that others measured on *card*, as far as it is known.
+
+    Args:
+        card: its name.
+        step_ms: the predicted time of a row; None: it has none.
+    """
+    for (name, kernels), band in OTHERS_TIMES.items():
+        if name == card:
+
+            def show(row: R, band: tuple[float, float] = band) -> str:
+                ms = step_ms(row)
+                return ABSENT if ms is None else " to ".join(f"{ms * each:,.0f}" for each in band)
+
+            yield f"others' {kernels} kernels, ms", show
 
 
 def table_of(
