@@ -24,7 +24,6 @@ from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.options.chosen_levers import FIXED, ChosenLevers, LeverRoom, LookedAt
 from hf_pyao.plan.options.group_plan import TARGET_BYTES as GROUP_BYTES
 from hf_pyao.plan.options.tile_plan import MIN_TILE_TOKENS
-from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
@@ -72,8 +71,7 @@ class LeverChoice:
 
         A plan for another setting than the configured one is faster than its by :data:`GAIN`.
         """
-        with collections_paused():
-            return _Search(self, limit_bytes).run()
+        return _Search(self, limit_bytes).run()
 
     def as_configured(self, candidate: Candidate) -> ChosenLevers:
         """Return *candidate*, a plan for the step as configured, as what was chosen."""

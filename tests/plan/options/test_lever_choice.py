@@ -24,9 +24,9 @@ from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.predictor.predictor import Card, Predictor
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner
+from hf_pyao.plan.solve.steering import PRESET
 from hf_pyao.plan.step.step_program import FORWARD, Operation, Segment, StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
