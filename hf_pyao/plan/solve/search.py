@@ -19,6 +19,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.solve.candidate import PLANNED, Candidate
@@ -99,15 +100,12 @@ class Search:
         """
         given = self._ways.conditions
         here = self._climbed([Position(rung, given) for rung in self._starts])
-        if not self._is_quick:
-            for conditions in self._tighter(given):
-                if self._is_free():
-                    break
-                share = HALF if self._fitted[here] is None else NEAR
-                there = self._climbed([dataclasses.replace(here, conditions=conditions)], share)
-                here = min(here, there, key=self._order)
-            if not self._is_free() and self._most:
-                here = self._climbed([here, dataclasses.replace(here, is_spread=False)], NEAR)
+        for change in () if self._is_quick else self._changes(given):
+            if self._is_free():
+                break
+            share = HALF if self._fitted[here] is None else NEAR
+            there = self._climbed([dataclasses.replace(here, **change)], share)
+            here = min(here, there, key=self._order)
         self.rung = here.rung
         known = [*self.fitting, *([] if self._plain is None else [self._plain])]
         exact = min(known, key=self._rank, default=None)
@@ -126,13 +124,16 @@ class Search:
         """Plans that do not fit, the nearest to fitting of each position."""
         return [candidate for _, candidate in self._nearest.values()]
 
-    def _tighter(self, given: Conditions) -> Iterator[Conditions]:
-        if given.window_bytes is None or not given.may_shrink_window:
-            return
-        window_bytes = given.window_bytes // LESS_WINDOW
-        yield dataclasses.replace(given, window_bytes=window_bytes)
-        if given.keep_last_layers and given.may_keep_fewer:
-            yield dataclasses.replace(given, window_bytes=window_bytes, keep_last_layers=0)
+    def _changes(self, given: Conditions) -> Iterator[dict[str, Any]]:
+        """Yield what is tried of a position besides its rung, one after the other."""
+        if given.window_bytes is not None and given.may_shrink_window:
+            window_bytes = given.window_bytes // LESS_WINDOW
+            yield {"conditions": dataclasses.replace(given, window_bytes=window_bytes)}
+            if given.keep_last_layers and given.may_keep_fewer:
+                fewer = dataclasses.replace(given, window_bytes=window_bytes, keep_last_layers=0)
+                yield {"conditions": fewer}
+        if self._most:
+            yield {"is_spread": False}
 
     def _is_free(self) -> bool:
         return self._best_ms <= FREE * self._kept.step_ms_at(self._ratio)
@@ -160,13 +161,16 @@ class Search:
             here = best
         return here
 
-    def _order(self, position: Position) -> tuple[float, float]:
-        """Return what positions are compared by: time, or else bytes that are too many."""
+    def _order(self, position: Position) -> tuple[float, float, int]:
+        """Return what positions are compared by: time, or else bytes that are too many.
+
+        Of equals that do not fit, higher up the chain more may.
+        """
         found = self._fit(position)
         if found is not None:
-            return self._rank(found)
+            return *self._rank(found), 0
         nearest = self._nearest.get(position)
-        return math.inf, math.inf if nearest is None else nearest[0]
+        return math.inf, math.inf if nearest is None else nearest[0], -position.rung
 
     def _rank(self, candidate: Candidate) -> tuple[float, int]:
         return candidate.rank(self._ratio)

@@ -14,7 +14,7 @@ from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.solve.candidate import Candidate
+from hf_pyao.plan.solve.candidate import CHECKPOINT, PLANNED, Candidate
 from hf_pyao.plan.solve.conditions import Conditions, chosen_slots
 from hf_pyao.plan.solve.planner import NoPlanFitsError, Planner
 from hf_pyao.plan.solve.search import spread_order
@@ -62,7 +62,7 @@ def drawn_planner(random: Random, keep_last_layers: int = 1) -> Planner:
     )
     conditions = Conditions(
         link=link,
-        window_bytes=random.choice((2**10, 2**16)),
+        window_bytes=random.choice((2**10, 2**15)),
         min_bytes=2 * 56 * 192 * 2,
         keep_last_layers=keep_last_layers,
         may_shrink_window=False,
@@ -102,6 +102,15 @@ def test_no_plan_of_a_small_step_is_much_faster(seed: int) -> None:
     chosen = planner.best(limit)
     assert chosen.peak_bytes <= limit
     assert chosen.step_ms <= 1.01 * fastest
+
+
+def test_where_nothing_fits_and_all_lack_as_much_it_goes_up_the_chain() -> None:
+    """All that may leave lowers no peak here: only the highest rungs fit."""
+    planner = drawn_planner(Random(15), keep_last_layers=0)
+    checkpoint = planner.simple()[CHECKPOINT]
+    chosen = planner.best(checkpoint.peak_bytes + 27_000)
+    assert chosen.name == PLANNED
+    assert chosen.step_ms < checkpoint.step_ms
 
 
 def test_variants_drop_more_and_more_for_more_and_more_time() -> None:
