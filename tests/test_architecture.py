@@ -148,7 +148,7 @@ def test_no_rooms_import_each_other_in_a_ring() -> None:
 
 
 def test_the_lower_floors_import_torch_alone() -> None:
-    allowed = {*sys.stdlib_module_names, "torch", "hf_pyao", "triton", "scipy", "numpy"}
+    allowed = {*sys.stdlib_module_names, "torch", "hf_pyao", "triton", "numpy"}
     for path in FILES:
         is_one = path.relative_to(ROOT).as_posix() in USE_TRANSFORMERS
         if floor_of(path) in ONLY_TORCH and not is_one:

@@ -30,8 +30,8 @@ from hf_pyao import version
 from hf_pyao.files import read_json_object, replace_file
 from hf_pyao.plan.documents.provenance import source_digest
 from hf_pyao.plan.documents.schema import JsonDocument, ReportError, to_plain
-from hf_pyao.plan.solve.collections_paused import few_collections, importing
 from hf_pyao.text import describe_error, say
+from hf_pyao.tools.few_collections import few_collections, importing
 from hf_pyao.tools.packages import need_torch
 
 D = TypeVar("D", bound=JsonDocument)
@@ -44,10 +44,7 @@ MOST_ANSWERS = 200
 MOST_ANSWER_BYTES = 4 * 2**20
 """A larger answer is not kept."""
 
-DECIDING_PACKAGES = (
-    *("torch", "transformers", "peft", "bitsandbytes"),
-    *("numpy", "scipy", "highspy"),
-)
+DECIDING_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")
 """Packages whose versions may change an answer."""
 
 BESIDE_THE_QUESTION = frozenset(

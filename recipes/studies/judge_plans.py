@@ -5,19 +5,17 @@
     python recipes/studies/judge_plans.py --result recipes/results/judged_plans.json
     python recipes/studies/judge_plans.py --smoke               two models' points, in half a minute
 
-Three tables, none of it measured on a GPU:
+Two tables, none of it measured on a GPU:
 
     grid      models x sequence lengths x micro-batches x links x copy engines, each at a limit
               between the least and the most memory: the chosen plan against keeping everything,
               checkpointing, offloading layer inputs, offloading everything, and checkpointing or
               offloading as few of the first layers as fit; where those fit. Also where link and
-              compute are off by 30 % each: regret against these, and against the best plan that is
-              known for those speeds
+              compute are off by 30 % each: regret against these, of the plan from a data sheet and
+              of those that are made for those speeds
     targets   at speeds that are measured: the paper's models with everything evicted, with
               gradients on the same link, on an H200 at a bounded overhead, and against torch's
               own checkpointing at its own peak
-    solver    how long the integer program takes for 80 layers of 40 slots, and how far it is from
-              its bound
 
 The grid's times come from a replay (`tests/helpers/simulation/replayed_step.py`): the predictor's
 walk on the simulation's clock. Rows of the targets, and twelve points of the grid, are judged by
@@ -27,6 +25,7 @@ the engine itself on fake tensors: the plan is recorded, and replayed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -36,17 +35,24 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hf_pyao.plan.predict.speed_range import AS_GIVEN, OFF_BY_30_PERCENT, worst_regret
-from hf_pyao.plan.solve.planner import CHECKPOINT, KEEP_ALL, LAYER_INPUTS, OFFLOAD_ALL
+from hf_pyao.plan.solve.planner import (
+    CHECKPOINT,
+    KEEP_ALL,
+    LAYER_INPUTS,
+    OFFLOAD_ALL,
+    Candidate,
+    Planner,
+)
+from hf_pyao.plan.solve.steering import MEASURED, PRESET
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the simulation, which is tests'
 
 from result_file import write_result
 from studies.judged_steps import SIZES, by_engine, choice_of, link_of, planner_of, replayed
-from studies.judged_targets import SolverTime, Target, solver_time, targets
+from studies.judged_targets import Target, targets
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LENGTHS = (256, 512, 1024)
 MICRO_BATCHES = (2, 4, 8)
 CARDS = {"rtx4070": (6.25, 12.5, 25.0), "h200": (25.0, 50.0)}
@@ -89,11 +95,11 @@ class GridPoint:
 
     regret: float = 0.0
     """Where speeds are off by 30 %, at worst: time over the best simpler way's there, less 1."""
-    regret_of_known: float = 0.0
-    """The same over the best plan's that is known for those speeds."""
     regret_measured: float = 0.0
-    """That of the plans that are made for those speeds, as `auto` makes them when it has measured
-    and corrected."""
+    """The same of the plan that is made for the speeds as given, as `auto` makes it when it has
+    measured."""
+    measured_ms: float = 0.0
+    """Predicted for that plan."""
 
     @property
     def gap(self) -> float:
@@ -149,17 +155,7 @@ def grid_point(
     first = planner.first_layers_fitting(limit)
     fitting |= {each.name: replayed(each, link).step_ms for each in first}
     plain = [*(simple[name] for name in fitting if name in simple), *first]
-    elsewhere = planner.best_elsewhere(limit)
-    known = [*plain, chosen, *elsewhere]
-    regrets_measured = [
-        worst_regret(plan, known, (ratio,), planner.step_ms_at)
-        for ratio, plan in zip(
-            (each for each in planner.conditions.speed_ratios if each != AS_GIVEN),
-            elsewhere,
-            strict=True,
-        )
-        if ratio in OFF_BY_30_PERCENT
-    ]
+    measured = for_one_speed(planner).best(limit)
     best = min(fitting, key=lambda name: fitting[name])
     engine = by_engine(planner, chosen, model, micro_batch, length, card) if is_by_engine else None
     return GridPoint(
@@ -180,10 +176,24 @@ def grid_point(
         by_engine_ms=None if engine is None else engine.step_ms,
         by_engine_peak_bytes=None if engine is None else engine.peak_bytes,
         levers=levers,
-        regret=worst_regret(chosen, plain, OFF_BY_30_PERCENT, planner.step_ms_at),
-        regret_of_known=worst_regret(chosen, known, OFF_BY_30_PERCENT, planner.step_ms_at),
-        regret_measured=max(regrets_measured, default=0.0),
+        regret=worst_regret(chosen, plain),
+        regret_measured=worst_regret(measured, plain),
+        measured_ms=measured.step_ms,
         as_configured_ms=replayed(configured.candidate, link).step_ms if configured.fits else None,
+    )
+
+
+def for_one_speed(planner: Planner) -> Planner:
+    """Return the planner of the same step where speeds are measured."""
+    conditions = dataclasses.replace(planner.conditions, speed_ratios=MEASURED)
+    return Planner(planner.program, planner.stepper.times_ms, conditions, stepper=planner.stepper)
+
+
+def worst_regret(plan: Candidate, rivals: Sequence[Candidate]) -> float:
+    """Return a plan's time over the fastest rival's, less 1, where link and compute are off."""
+    return max(
+        plan.outcome.step_ms_at(ratio) / min(each.outcome.step_ms_at(ratio) for each in rivals) - 1
+        for ratio in PRESET
     )
 
 
@@ -204,12 +214,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             grid_point("opt", 256, 2, "rtx4070", 12.5, 1, share=0.4, is_by_engine=True),
             grid_point("llama", 256, 2, "h200", 50.0, 2, share=0.4),
         ]
-        show(points, [], solver_time(8, 6))
+        show(points, [])
         return
     points = [] if args.targets else list(grid(models, args.points))
     reached = list(targets(models))
-    solver = solver_time()
-    show(points, reached, solver)
+    show(points, reached)
     if args.result is not None:
         write_result(
             args.result,
@@ -217,11 +226,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             schema_version=SCHEMA_VERSION,
             grid=points,
             targets=reached,
-            solver=solver,
         )
 
 
-def show(points: Sequence[GridPoint], reached: Sequence[Target], solver: SolverTime) -> None:
+def show(points: Sequence[GridPoint], reached: Sequence[Target]) -> None:
     """Print the tables."""
     if points:
         _show_grid(points)
@@ -232,10 +240,6 @@ def show(points: Sequence[GridPoint], reached: Sequence[Target], solver: SolverT
             f"{target.model}: {target.what}: {target.value:.3g} {target.unit} "
             f"(aim {sign} {target.aim:g}; {met}) {target.note}"
         )
-    print(
-        f"solver: {solver.num_layers} layers x {solver.num_slots} slots in "
-        f"{solver.elapsed_s:.2f} s, {100 * solver.above_bound:.2f} % above the bound"
-    )
 
 
 def _show_grid(points: Sequence[GridPoint]) -> None:
@@ -246,20 +250,15 @@ def _show_grid(points: Sequence[GridPoint]) -> None:
         f"and {100 * max(gaps):+.2f} % at worst."
     )
     for what, regrets in (
-        ("the best simpler way", [point.regret for point in points]),
-        ("the best known plan", [point.regret_of_known for point in points]),
+        ("a plan from a data sheet", [point.regret for point in points]),
+        ("a plan for the speeds as given", [point.regret_measured for point in points]),
     ):
         print(
-            f"speeds off by 30 %: against {what} for them "
+            f"speeds off by 30 %: {what} against the best simpler way for them "
             f"{100 * statistics.median(regrets):+.1f} % in the median and "
             f"{100 * max(regrets):+.2f} % at worst; "
             f"{sum(regret <= 0.02 for regret in regrets)} points within 2 %."
         )
-    measured = [point.regret_measured for point in points]
-    print(
-        f"made for those speeds, as after measuring: {100 * max(measured):+.2f} % at worst; "
-        f"{sum(regret <= 0.01 for regret in measured)} points within 1 %."
-    )
     changed = [point for point in points if point.levers]
     slower = [
         p.chosen_ms / p.as_configured_ms - 1 for p in points if p.as_configured_ms is not None

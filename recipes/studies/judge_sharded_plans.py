@@ -32,7 +32,7 @@ from tqdm import tqdm
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import (
     CHECKPOINT,
     KEEP_ALL,
@@ -42,7 +42,7 @@ from hf_pyao.plan.solve.planner import (
     NoPlanFitsError,
     Planner,
 )
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 

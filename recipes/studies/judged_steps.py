@@ -13,9 +13,9 @@ from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.options.chosen_levers import LeverRoom
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.steering import MEASURED, PRESET
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.solve.optimal import bound_ms, solve
-from hf_pyao.plan.solve.plan_problem import LayerGroup, PlanProblem, RebuildStep, SlotChoice, Way
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL
 from hf_pyao.tools.estimate.recorded_step import record_step
 from studies.judged_steps import (
@@ -55,6 +51,8 @@ EVICTED_ONE_ENGINE = {"opt": 3.0, "gpt2": 10.0, "llama": 5.0}
 H200_KEPT = {"opt": 45.0, "gpt2": 55.0, "llama": 35.0}
 FASTER = {"opt": 1.22, "gpt2": 1.18, "llama": 1.18}
 H200_OVERHEAD = 5.0
+NUM_LIMITS = 32
+"""Between the least memory and the most, at which a plan is looked for."""
 
 
 def targets(models: Sequence[str]) -> Iterator[Target]:
@@ -68,8 +66,7 @@ def targets(models: Sequence[str]) -> Iterator[Target]:
 
 def _evicted(model: str) -> Target:
     planner = planner_of(model, 4, 512, "rtx4070", link_of("rtx4070", 25.0, 2), is_measured=True)
-    chosen = planner.proposal(0)
-    assert chosen is not None
+    chosen = planner.best(planner.simple()[OFFLOAD_ALL].peak_bytes)
     judged = by_engine(planner, chosen, model, 4, 512, "rtx4070")
     return Target(
         model=model,
@@ -84,8 +81,7 @@ def _evicted_one_engine(model: str) -> Target:
     link = link_of("rtx4070", 25.0, 1)
     gradient_bytes = int(GRADIENT_MB[model] * 1e6)
     planner = planner_of(model, 4, 512, "rtx4070", link, gradient_bytes, is_measured=True)
-    chosen = planner.proposal(0)
-    assert chosen is not None
+    chosen = planner.best(planner.simple()[OFFLOAD_ALL].peak_bytes)
     judged = by_engine(planner, chosen, model, 4, 512, "rtx4070", gradient_bytes)
     kept_ms = planner.simple()[KEEP_ALL].step_ms
     everything = replayed(planner.simple()[OFFLOAD_ALL], link, gradient_bytes).step_ms
@@ -102,24 +98,23 @@ def _evicted_one_engine(model: str) -> Target:
 def _kept_on_h200(model: str) -> Target:
     planner = planner_of(model, 16, 512, "h200", link_of("h200", 50.0, 2), is_measured=True)
     kept_ms = planner.simple()[KEEP_ALL].step_ms
-    total = planner.total_bytes(planner.conditions)
-    best: float = 100.0
-    for budget in range(33):
-        found = planner.proposal(budget)
-        if found is not None and found.step_ms <= kept_ms * (1 + H200_OVERHEAD / 100):
-            slots = zip(planner.program.slots, found.actions, strict=True)
-            last = planner.program.num_layers - planner.conditions.keep_last_layers
-            kept = sum(
-                slot.nbytes
-                for slot, action in slots
-                if action == "keep"
-                and slot.layer < last
-                and slot.stays is None
-                and slot.nbytes >= MIN_BYTES
-            )
+    least_bytes = planner.least().peak_bytes
+    step_bytes = (planner.kept.peak_bytes - least_bytes) / NUM_LIMITS
+    last = planner.num_open_layers
+    decided = [
+        number
+        for number, slot in enumerate(planner.program.slots)
+        if slot.layer < last and slot.stays is None and slot.nbytes >= MIN_BYTES
+    ]
+    nbytes = {number: planner.program.slots[number].nbytes for number in decided}
+    best = 100.0
+    for number in range(NUM_LIMITS):
+        found = planner.best(least_bytes + number * step_bytes)
+        if found.step_ms <= kept_ms * (1 + H200_OVERHEAD / 100):
+            kept = sum(nbytes[number] for number in decided if found.actions[number] == KEEP)
             judged = by_engine(planner, found, model, 16, 512, "h200")
             if judged.step_ms <= kept_ms * (1 + H200_OVERHEAD / 100):
-                best = 100 * kept / total
+                best = 100 * kept / sum(nbytes.values())
                 break
     return Target(
         model=model,
@@ -160,61 +155,4 @@ def _against_checkpointing(model: str) -> Target:
             f"{plain.step_ms / kept_ms:.3f} is the most; peaks "
             f"{judged.peak_bytes / 1e9:.3f} and {plain.peak_bytes / 1e9:.3f} GB"
         ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SolverTime:
-    """The integer program of a large model."""
-
-    num_layers: int
-    num_slots: int
-    elapsed_s: float
-    """Median of five."""
-    above_bound: float
-    """Of the step's time, over the bound with fractions of layers."""
-
-
-def large_problem(num_layers: int = 80, num_slots: int = 40) -> PlanProblem:
-    """Return a problem of many layers and slots, drawn at random."""
-    rng = random.Random(1)
-    steps, slots = [], []
-    for number in range(num_slots):
-        nbytes = rng.randint(2**20, 2**26)
-        steps.append(
-            RebuildStep(
-                elapsed_ms=nbytes * rng.choice((1e-9, 1e-8, 5e-8)),
-                needs=(number - 1,) if number % 3 else (),
-                path=f"m{number % 7}",
-                is_product=number % 5 == 0,
-            )
-        )
-        way = Way(codec=None, offload_ms=nbytes / 25e6, reload_ms=nbytes / 25e6, host_bytes=nbytes)
-        slots.append(SlotChoice(name=f"s:{number}", nbytes=nbytes, ways=(way,), maker=number))
-    total = num_layers * sum(slot.nbytes for slot in slots)
-    group = LayerGroup(layers=tuple(range(num_layers)), slots=tuple(slots), steps=tuple(steps))
-    return PlanProblem(
-        groups=(group,),
-        forward_ms=total / 25e6 * 0.4,
-        backward_ms=total / 25e6 * 0.8,
-        copy_engines=1,
-        kept_bytes=total * 0.2,
-    )
-
-
-def solver_time(num_layers: int = 80, num_slots: int = 40) -> SolverTime:
-    """Solve a problem of many layers and slots, drawn at random."""
-    problem = large_problem(num_layers, num_slots)
-    solve(problem)  # scipy is imported
-    elapsed = []
-    for _ in range(5):
-        start = time.perf_counter()
-        found = solve(problem)
-        elapsed.append(time.perf_counter() - start)
-    plain_ms = problem.forward_ms + problem.backward_ms
-    return SolverTime(
-        num_layers=num_layers,
-        num_slots=num_slots,
-        elapsed_s=statistics.median(elapsed),
-        above_bound=(plain_ms + found.overhead_ms) / (plain_ms + bound_ms(problem)) - 1,
     )

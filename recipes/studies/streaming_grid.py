@@ -42,9 +42,9 @@ from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.copy_lanes import RELOAD
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.predicted_uploads import uploads_of
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import Planner
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
 from hf_pyao.plan.step.streamed_step import streamed_layers, with_streamed_blocks

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_pyao import attach
-from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
 from tests.helpers import (
     ACCUMULATING,
     EVERYTHING,
@@ -29,7 +29,7 @@ def test_training_is_bitwise_the_same(
     model_type: str, attention: str, dropout: float, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiny models peak elsewhere: have them keep as little as they can all the same.
-    monkeypatch.setattr(Planner, "best", lambda planner, limit: planner.proposal(0))
+    monkeypatch.setattr(Planner, "best", lambda planner, limit: planner.simple()[OFFLOAD_ALL])
     dtype, autocast = PRECISIONS[precision]
     plain = tiny_model(model_type, attention=attention, dropout=dropout, dtype=dtype)
     model = copy.deepcopy(plain)

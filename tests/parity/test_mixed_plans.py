@@ -22,7 +22,6 @@ from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
-from hf_pyao.plan.predict.speed_range import scaled
 from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
 from tests.helpers import (
     ARCHITECTURES,
@@ -124,7 +123,9 @@ def measured(model_type: str) -> Planner:
 
 def over_other_links(planner: Planner) -> Iterator[Planner]:
     for ratio in LINKS:
-        link = scaled(planner.conditions.link, ratio)
+        link = dataclasses.replace(
+            planner.conditions.link, d2h_gib_per_s=0.3 * ratio, h2d_gib_per_s=0.3 * ratio
+        )
         yield Planner(
             planner.program,
             planner._times_ms,

@@ -1,17 +1,13 @@
-"""torch's own tools beside ours: the bytes of a step's tensors, and the choice under a budget."""
+"""torch's own tools beside ours: the bytes of a step's tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
-from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.solve.optimal import solve
-from hf_pyao.plan.solve.plan_problem import LayerGroup, PlanProblem, RebuildStep, SlotChoice
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
@@ -52,28 +48,3 @@ def test_torch_counts_the_predicted_peak(architecture: str, checkpointing: bool)
             training.run(model, 2, 64)
     (counted,) = tracker.get_tracker_snapshot("peak").values()
     assert predicted.peak_bytes == counted["Total"]
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.sampled(every=6)
-def test_torch_s_knapsack_recomputes_no_less(seed: int) -> None:
-    """Where nothing can leave, what is kept within a budget is a knapsack."""
-    draw = random.Random(seed)
-    sizes = [draw.randint(1, 40) for _ in range(9)]
-    times_ms = [draw.uniform(0.1, 5.0) for _ in sizes]
-    budget_bytes = draw.randint(20, sum(sizes))
-    groups = tuple(
-        LayerGroup(
-            layers=(layer,),
-            slots=(SlotChoice(name="mlp:0", nbytes=nbytes, maker=0),),
-            steps=(RebuildStep(elapsed_ms=elapsed_ms),),
-        )
-        for layer, (nbytes, elapsed_ms) in enumerate(zip(sizes, times_ms, strict=True))
-    )
-    problem = PlanProblem(groups=groups, forward_ms=0, backward_ms=0, kept_bytes=budget_bytes)
-    choice = solve(problem, relative_gap=0.0)
-    per_byte = 1e-4  # it looks at ten thousandths
-    memory = [per_byte * nbytes for nbytes in sizes]
-    saved_ms, saved, _ = dp_knapsack(memory, times_ms, per_byte * budget_bytes)
-    assert choice.overhead_ms == pytest.approx(sum(times_ms) - saved_ms, abs=1e-4)
-    assert [group.kept[0] for group in choice.groups] == [int(n in saved) for n in range(9)]

@@ -16,8 +16,8 @@ from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP, Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
-from hf_pyao.plan.options.lever_choice import WORTH
 from hf_pyao.plan.options.plan_levers import levers_of_plan
+from hf_pyao.plan.solve.steering import WORTH
 from hf_pyao.ranks import process_rank
 from hf_pyao.text import echo
 

@@ -38,12 +38,12 @@ from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.policies.budget import leaving
 from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
-from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.predictor.choice import SizeChoice, choose_micro_batch, divisors_of, in_words
 from hf_pyao.plan.predictor.predictor import Card, Predictor, SizedPlan
 from hf_pyao.plan.predictor.steps import Steps, gradients_held
 from hf_pyao.plan.predictor.way import Way
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL
+from hf_pyao.plan.solve.steering import PRESET
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.text import describe_error
 

@@ -21,9 +21,9 @@ from hf_pyao.plan.documents.plan import (
 )
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanFacts
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
-from hf_pyao.plan.solve.optimal import bound_ms
-from hf_pyao.plan.solve.planner import FIRST_RUN_AGAIN, KEEP_ALL, PLANNED, Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
+from hf_pyao.plan.solve.candidate import FIRST_RUN_AGAIN, KEEP_ALL, PLANNED, Candidate
+from hf_pyao.plan.solve.conditions import Conditions, chosen_slots
+from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.settings.removed import REMOVED_SETTINGS
 
 SOURCE = "policy auto"
@@ -57,7 +57,7 @@ def plan_of(
     decided = {
         number
         for layer in range(program.num_layers)
-        for number in chosen_slots(planner.stepper, layer, conditions)
+        for number in chosen_slots(planner.stepper, layer, conditions.min_bytes)
         if layer >= chosen.num_checkpointed
     }
     changed = {} if levers is None else levers.levers.settings()
@@ -136,8 +136,8 @@ def _lever_settings(chosen: ChosenLevers) -> list[LeverSetting]:
 
 
 def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoint]:
-    proposals = planner.front(num_points) if num_points else planner.front_so_far()
-    known = dict.fromkeys([*planner.simple().values(), *proposals, chosen])
+    front = planner.front(num_points) if num_points else []
+    known = dict.fromkeys([*planner.simple().values(), *front, chosen])
     return [
         PlanPoint(
             name=each.name,
@@ -179,8 +179,6 @@ def _figures(chosen: Candidate, configured: Planner) -> dict[str, float]:
         "offloaded_bytes": float(timed.offloaded_bytes),
         "keep_last_layers": float(chosen.keep_last_layers),
     }
-    if chosen.problem is not None:
-        found["bound_overhead_ms"] = bound_ms(chosen.problem)
     for name, candidate in configured.simple().items():
         if name != KEEP_ALL:  # that one is a fact
             found[f"step_ms/{name}"] = candidate.step_ms

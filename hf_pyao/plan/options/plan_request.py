@@ -17,9 +17,9 @@ from hf_pyao.plan.hardware.host_model import HostCosts
 from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
 from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 from hf_pyao.plan.options.plan_levers import GivenLevers
-from hf_pyao.plan.solve.coding import CodedWays
+from hf_pyao.plan.solve.coding import Coding
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import Planner
-from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import DiskShare
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
@@ -194,7 +194,7 @@ class PlanRequest:
             self.conditions(program.num_layers, link, **more),
             host_limit_bytes=self.host_limit_now_bytes,
             forced=self._forced(program),
-            coding=CodedWays.of(
+            coding=Coding.of(
                 program, times_ms, dtypes, codec=self.codec, allow_lossy=self.allow_lossy
             ),
         )
@@ -211,7 +211,7 @@ class PlanRequest:
         Args:
             num_layers: of the model.
             link: its speeds.
-            more: further fields of :class:`~hf_pyao.plan.solve.step_problem.Conditions`.
+            more: further fields of :class:`~hf_pyao.plan.solve.conditions.Conditions`.
         """
         below = self.below
         if below is not None and below.has_disk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cached_property
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
@@ -11,7 +12,6 @@ from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.host_times import host_times_ms
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
 from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
@@ -49,7 +49,7 @@ class Outcome:
         self._is_blocking = is_blocking
         self._host_ms = () if host is None else host_times_ms(step, host)
         self._memories: dict[AllocatorSettings | None, StepMemory] = {}
-        self._elsewhere_ms: dict[float, float] = {}
+        self._elsewhere_ms: dict[float, tuple[float, float]] = {}
 
     @property
     def program(self) -> StepProgram:
@@ -110,12 +110,21 @@ class Outcome:
         return self._walked(self.link, IN_STEP)
 
     def step_ms_at(self, ratio: float) -> float:
-        """Return what the step takes over a link *ratio* times as fast; see ``speed_range.py``."""
-        if ratio == AS_GIVEN or not (self.timed.offloaded_bytes or self.timed.uploaded_bytes):
-            return self.step_ms
+        """Return what the step takes over a link *ratio* times as fast."""
+        return self._at(ratio)[0]
+
+    def stall_ms_at(self, ratio: float) -> float:
+        """Return what compute waits for copies over a link *ratio* times as fast."""
+        return self._at(ratio)[1]
+
+    def _at(self, ratio: float) -> tuple[float, float]:
+        if ratio == 1.0 or not (self.late.offloaded_bytes or self.late.uploaded_bytes):
+            return self.step_ms, self.stall_ms
         if ratio not in self._elsewhere_ms:
-            link = scaled(self.link, ratio)
-            self._elsewhere_ms[ratio] = self._blocked(self._walked(link), link).step_ms
+            link = _scaled(self.link, ratio)
+            found = self._blocked(self._walked(link), link)
+            stall_ms = found.stall_forward_ms + found.stall_backward_ms
+            self._elsewhere_ms[ratio] = found.step_ms, stall_ms
         return self._elsewhere_ms[ratio]
 
     def _walked(self, link: LinkModel, host: HostModel = FAR_AHEAD) -> Prediction:
@@ -136,3 +145,13 @@ class Outcome:
     def _blocked(self, timed: Prediction, link: LinkModel) -> Prediction:
         """Return *timed* with copies in the way of compute, if they are."""
         return with_blocking_copies(timed, link, self.program) if self._is_blocking else timed
+
+
+def _scaled(link: LinkModel, ratio: float) -> LinkModel:
+    """Return *link* with *ratio* times the speed."""
+    return dataclasses.replace(
+        link,
+        d2h_gib_per_s=link.d2h_gib_per_s * ratio,
+        h2d_gib_per_s=link.h2d_gib_per_s * ratio,
+        host_memory_gib_per_s=link.host_memory_gib_per_s * ratio,
+    )

@@ -22,11 +22,11 @@ from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.outcome import Outcome
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.predict.profiled_step import ProfiledStep
-from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
 from hf_pyao.plan.predictor.way import Way
+from hf_pyao.plan.solve.conditions import outcome_of
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import Planner
-from hf_pyao.plan.solve.step_problem import outcome_of
+from hf_pyao.plan.solve.steering import MEASURED, PRESET
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
 
@@ -42,7 +42,7 @@ class Card:
     """What each operation of a step takes."""
     link: LinkModel
     speed_ratios: tuple[float, ...] = MEASURED
-    """As :attr:`~hf_pyao.plan.solve.step_problem.Conditions.speed_ratios`."""
+    """As :attr:`~hf_pyao.plan.solve.conditions.Conditions.speed_ratios`."""
     rebuild_factor: float = 1.0
     """Of what operations take that run again to rebuild something."""
     is_blocking: bool = False

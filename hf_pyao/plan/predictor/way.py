@@ -13,7 +13,7 @@ from hf_pyao.plan.documents.plan import KEEP, RECOMPUTE, Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.policies.budget import OffloadBudget, hidden_bytes, leaving
 from hf_pyao.plan.policies.by_name import make_policy
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.step_program import StepProgram
 

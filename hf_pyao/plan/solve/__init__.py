@@ -1,1 +1,1 @@
-"""Finds the fastest plan that fits: proposals, an integer program, the planner."""
+"""Finds the fastest plan that fits: variants of layers, a search over them, plain ways."""

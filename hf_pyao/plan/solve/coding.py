@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from hf_pyao.engine.codecs.grid import MAX_KERNEL_GROUP
 from hf_pyao.engine.codecs.int4 import Int4Codec
-from hf_pyao.plan.hardware.speeds import GIB, LinkModel
-from hf_pyao.plan.solve.plan_problem import Way, way_of
+from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.step.prediction import Coded
 from hf_pyao.plan.step.step_program import ROW_STATISTIC, SlotUse, StepProgram
 
@@ -37,8 +36,8 @@ USUAL_GIB_PER_S = 400.0
 
 
 @dataclass(frozen=True)
-class CodedWays:
-    """How slots may leave.
+class Coding:
+    """How slots are written where they leave.
 
     Coding is one kernel each way: a pass over memory, as fast as the step's other passes are.
     """
@@ -61,8 +60,8 @@ class CodedWays:
         *,
         codec: str,
         allow_lossy: bool,
-    ) -> CodedWays:
-        """Return the ways of a step's slots."""
+    ) -> Coding:
+        """Return how a step's slots are written."""
         passes = [
             (operation.traffic_bytes, elapsed_ms)
             for operation, elapsed_ms in zip(program.operations, times_ms, strict=True)
@@ -77,17 +76,6 @@ class CodedWays:
         ]
         gib_per_s = median(rates) if rates else USUAL_GIB_PER_S
         return cls(dtypes, codec, allow_lossy, gib_per_s, launch_ms)
-
-    def without_loss(self) -> CodedWays:
-        """Return the same with the configuration's codec alone."""
-        return replace(self, allow_lossy=False)
-
-    def ways(self, slot: SlotUse, link: LinkModel) -> tuple[Way, ...]:
-        """Return how *slot* may leave over *link*."""
-        found = [self._way(slot, link, None)]
-        if self.allow_lossy and self.codec == IDENTITY and self.coded(slot, LOSSY):
-            found.append(self._way(slot, link, LOSSY))
-        return tuple(found)
 
     def coded(self, slot: SlotUse, codec: str | None) -> Coded | None:
         """Return *slot* as it is written in *codec*, or in the configuration's if that is None.
@@ -109,16 +97,3 @@ class CodedWays:
         traffic_bytes = slot.link_bytes + codes_bytes + scales_bytes
         coding_ms = self.launch_ms + traffic_bytes / GIB / self.memory_gib_per_s * 1e3
         return Coded(codes_bytes, scales_bytes, coding_ms)
-
-    def _way(self, slot: SlotUse, link: LinkModel, codec: str | None) -> Way:
-        coded = self.coded(slot, codec)
-        if coded is None:
-            return way_of(slot.link_bytes, link, codec)
-        return Way(
-            codec=codec,
-            offload_ms=sum(link.copy_ms("offload", part) for part in coded.parts),
-            reload_ms=link.copy_ms("reload", coded.nbytes),
-            host_bytes=coded.nbytes,
-            forward_ms=coded.coding_ms,
-            backward_ms=coded.coding_ms,
-        )

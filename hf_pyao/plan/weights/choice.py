@@ -20,9 +20,8 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.options.lever_choice import LeverChoice
-from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import Candidate, NoPlanFitsError, Planner
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.streamed_step import (
     block_bytes,
     streamed_blocks,
@@ -129,10 +128,9 @@ class StreamingChoice:
             limit_bytes: what the device may hold.
             least_streamed: blocks that are streamed at least.
         """
-        with collections_paused():
-            if self.num_given is not None:
-                return _streaming(self.at(self.num_given, limit_bytes))
-            return self._best(limit_bytes, least_streamed)
+        if self.num_given is not None:
+            return _streaming(self.at(self.num_given, limit_bytes))
+        return self._best(limit_bytes, least_streamed)
 
     def _best(self, limit_bytes: float, least_streamed: int) -> ChosenStreaming:
         most = max(self._most(), least_streamed)
@@ -149,7 +147,7 @@ class StreamingChoice:
                 # No plan is faster than the one that keeps all activations.
                 if _may_be_better(number, planner.kept.step_ms, found):
                     with suppress(NoPlanFitsError):
-                        found[number] = planner.best(limit_bytes, for_slower=False).step_ms
+                        found[number] = planner.best(limit_bytes).step_ms
         number = _fewest_of_the_fastest(found) if found else most
         return _streaming(self.at(number, limit_bytes))
 

@@ -22,10 +22,10 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predictor.way import Way
-from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections, importing
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import runs_without_values
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, METHODS, STREAMED, chunked
+from hf_pyao.tools.few_collections import COLLECTION_THRESHOLDS, few_collections, importing
 
 POLL_SECONDS = 1.0
 """How often what processes have done is looked up."""
@@ -73,8 +73,7 @@ class Job:
         return rows, estimator.num_recordings
 
     def import_packages(self) -> None:
-        """Import what each process would import: the model's code, adapters, the solver."""
-        import scipy.optimize  # noqa: F401
+        """Import what each process would import: the model's code and adapters."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config), None)

@@ -15,8 +15,8 @@ from hf_pyao.plan.predict import allocator_replay
 from hf_pyao.plan.predict.allocator_replay import ACCURACY, IN_SEARCHES, StepMemory
 from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import FREED, Prediction
 from hf_pyao.plan.step.step_program import (
     BACKWARD,

@@ -17,14 +17,14 @@ from hf_pyao.plan.options.auto_plan import describe, plan_of
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.host_times import SLOWEST, host_costs_of, host_times_ms
 from hf_pyao.plan.predict.predict import operation_times_ms
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.candidate import PLANNED
 from hf_pyao.plan.solve.planner import (
     CHECKPOINT,
     FIRST_CHECKPOINTED,
     FIRST_RUN_AGAIN,
-    PLANNED,
     Planner,
 )
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model

@@ -16,8 +16,8 @@ from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
 from tests.helpers.simulation.fake_peak import peak_of
@@ -67,9 +67,7 @@ def random_plan(planner: Planner, random: Random) -> Candidate:
         window_bytes=random.choice([2**12, 2**15, 2**22]),
     )
     otherwise = [random.choice([KEEP, OFFLOAD])] * len(actions)
-    return planner._candidate(
-        "drawn", actions, products, otherwise=otherwise, conditions=conditions
-    )
+    return planner.candidate("drawn", actions, products, otherwise=otherwise, conditions=conditions)
 
 
 def ran_bytes(training: FakeTraining, planner: Planner, drawn: Candidate, path: Path) -> int:
@@ -116,7 +114,7 @@ def test_a_mask_as_large_as_a_layers_input_is_not_taken_for_it(tmp_path: Path) -
     assert LENGTH == WIDTH
     conditions = dataclasses.replace(planner.conditions, keep_last_layers=0, window_bytes=2**12)
     for products in (["self_attn"], ["self_attn", "self_attn.k_proj", "self_attn.v_proj"]):
-        drawn = planner._candidate(
+        drawn = planner.candidate(
             "drawn",
             [RECOMPUTE if slot.nbytes >= MIN_BYTES else KEEP for slot in planner.program.slots],
             products,
@@ -166,7 +164,7 @@ def test_attention_that_runs_again_holds_nothing_of_what_it_reads(tmp_path: Path
         for slot in planner.program.slots
     ]
     conditions = dataclasses.replace(planner.conditions, keep_last_layers=0, window_bytes=2**12)
-    drawn = planner._candidate(
+    drawn = planner.candidate(
         "drawn",
         actions,
         ["self_attention"],

@@ -20,9 +20,9 @@ from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step

@@ -12,9 +12,9 @@ from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.conditions import Conditions
 from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, Planner
-from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.solve.steering import MEASURED
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import block_bytes, streamed_layers, with_streamed_blocks
 from hf_pyao.plan.weights.choice import ChosenStreaming, StreamingChoice

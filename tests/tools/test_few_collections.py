@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from hf_pyao.plan.solve.collections_paused import (
+from hf_pyao.tools.few_collections import (
     COLLECTION_THRESHOLDS,
     collections_paused,
     few_collections,
