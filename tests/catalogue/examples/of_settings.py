@@ -559,8 +559,18 @@ def _(folder: Path) -> None:
 
     model = tiny_model("llama")
     with ZerothOrder(model) as order:
-        in_use = order.visits.in_use
-        other = threading.Thread(target=in_use.acquire)
+        has_begun, may_end = threading.Event(), threading.Event()
+
+        def run() -> None:
+            with order.visits.in_use:
+                has_begun.set()
+                may_end.wait()
+
+        other = threading.Thread(target=run)
         other.start()
-        other.join()
-        order.accumulate(model, lambda model: model)
+        has_begun.wait()
+        try:
+            order.accumulate(model, lambda model: model)
+        finally:
+            may_end.set()
+            other.join()

@@ -203,7 +203,7 @@ def test_an_activation_that_mixes_tokens_in_a_spread_mlp() -> None:
     with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
         found = gradients(model)
         assert offloader.mlp_tiles is not None
-        assert "other tokens" in offloader.mlp_tiles.describe()
+        assert "does not run in tiles" in offloader.mlp_tiles.describe()
         assert num_tiles_of(offloader) == 0
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
