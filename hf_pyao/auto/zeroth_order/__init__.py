@@ -1,1 +1,1 @@
-"""Zeroth-order steps of a model: two forwards one after the other, over weights that visit the device."""
+"""Zeroth-order steps of a model: two forwards, over weights that visit the device."""
