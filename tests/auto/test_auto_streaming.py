@@ -25,6 +25,7 @@ from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.weights.first_residents import FREE_SHARE, first_residents
 from tests.auto.test_auto_policy import (
     AUTO,
@@ -80,7 +81,7 @@ def peak_bytes(model: nn.Module, offloader: Offloader, expected: list[torch.Tens
     model.zero_grad()
     ledger = MemoryLedger(is_host)
     ledger.note([*model.parameters(), *model.buffers()])
-    with NotingMode(ledger):
+    with sees_resizes(ledger.resized), NotingMode(ledger):
         assert_same(step(model, BATCH, offloader), expected)
     return ledger.peak_bytes
 
