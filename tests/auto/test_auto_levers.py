@@ -268,7 +268,9 @@ def test_auto_plans_without_segments_where_a_second_run_goes_wrong(
             counted_step(offloader, start=-100)
         assert lifecycle_of(offloader).length == 1
         wanted.clear()
-        with pytest.raises(RecomputationError, match="from the next forward on no layer runs again"):
+        with pytest.raises(
+            RecomputationError, match="from the next forward on no layer runs again"
+        ):
             offloader.run_micro_batch(lambda: counted_step(offloader))
         for _ in range(2):
             model.zero_grad()
