@@ -39,6 +39,7 @@ class LayerRecomputer:
         *,
         reason_not_traceable: Callable[[], str | None],
         is_constant: Callable[[torch.Tensor, int], bool],
+        streamed: Callable[[torch.Tensor], Source | None],
         watcher: Observer | None,
     ) -> CallRecomputation | None:
         """Prepare to trace a layer call, if *policy* may recompute something of it; else None."""
@@ -48,7 +49,7 @@ class LayerRecomputer:
         reason = reason_not_traceable()
         trace = None
         if reason is None:
-            trace = Trace(paths, products, is_constant, self._rules, watcher)
+            trace = Trace(paths, products, is_constant, streamed, self._rules, watcher)
         return CallRecomputation(trace, reason or "", watcher, self._second_runs)
 
 

@@ -29,6 +29,7 @@ from hf_pyao.engine.recompute.trace_values import (
     MAX_COPIED_BYTES,
     Operation,
     Ref,
+    Source,
     TensorSource,
     Value,
     copied_source,
@@ -58,6 +59,8 @@ class Trace(RemovableMode):
         product_paths: sub-modules whose matrix products may be replayed.
         is_constant: says of a tensor that no operation made whether it stays on the device in any
             case (a buffer, a parameter's cast); its second argument is the storage's key.
+        streamed: returns what gives the bytes of a streamed weight's block again in backward; None
+            for other tensors.
         rules: of operators; may be shared by all traces.
         watcher: is told how long operations take, and noting them.
     """
@@ -67,6 +70,7 @@ class Trace(RemovableMode):
         paths: Sequence[str],
         product_paths: frozenset[str],
         is_constant: Callable[[torch.Tensor, int], bool],
+        streamed: Callable[[torch.Tensor], Source | None],
         rules: Rules,
         watcher: Observer | None = None,
     ) -> None:
@@ -79,6 +83,7 @@ class Trace(RemovableMode):
         self._paths = paths
         self._product_paths = product_paths
         self._is_constant = is_constant
+        self._streamed = streamed
         self._rules = rules
         self._watcher = watcher
 
@@ -241,6 +246,8 @@ class Trace(RemovableMode):
         self.values[cast(int, storage._weak_ref())] = value
         if not has_bytes(tensor):
             value.block(is_readable=False)
+        elif (block := self._streamed(tensor)) is not None:
+            value.is_found_in(block)
         elif isinstance(tensor, Parameter):
             value.is_found_in(source_of(tensor, is_parameter=True))
         elif isinstance(base, Parameter):

@@ -36,6 +36,7 @@ from hf_pyao.no_effect import EffectLedger
 
 if TYPE_CHECKING:
     from hf_pyao.engine.recompute.recomputer import LayerRecomputer
+    from hf_pyao.engine.recompute.trace_values import Source
 
 
 class OffloadEngine:
@@ -248,12 +249,16 @@ class OffloadEngine:
         def is_constant(tensor: torch.Tensor, key: int) -> bool:
             return key in buffer_keys or is_parameter(tensor, frozen_shapes)
 
+        def streamed(tensor: torch.Tensor) -> Source | None:
+            return None if self._weights is None else self._weights.find_block(tensor)
+
         recomputation = recomputer.open(
             LayerRun(call.fqn, call.layer.index, call.is_last_run),
             call.policy,
             call.paths,
             reason_not_traceable=reason_not_traceable,
             is_constant=is_constant,
+            streamed=streamed,
             watcher=self.observer,
         )
         if recomputation is not None:

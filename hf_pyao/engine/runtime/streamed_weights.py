@@ -7,12 +7,15 @@ by a handle: the graph holds no byte of a frozen weight after forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.recompute.trace_values import Source
 
 
 class StreamedWeights(Protocol):
@@ -20,6 +23,10 @@ class StreamedWeights(Protocol):
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it is a view of a streamed weight; else None."""
+        ...
+
+    def find_block(self, tensor: torch.Tensor) -> Source | None:
+        """Return what gives the bytes of *tensor*'s block again; None if it lies in none."""
         ...
 
     def begin_forward(self, *, trains: bool) -> None:

@@ -130,14 +130,47 @@ class SavedView:
         Raises:
             SavedTensorModifiedError: the weight was changed since, in place or by other data.
         """
-        parameter = self._weight.ref()
-        if parameter is not None and _marks_of(parameter) != self._seen:
-            raise SavedTensorModifiedError(
-                f"{self._weight.name!r} was changed between forward and backward, and backward "
-                "needs it as it was. Change weights before forward, or after backward.",
-                key="streamed-weight-changed",
-            )
+        _check_unchanged(self._weight, self._seen)
         return self._layout.view_of(self._storage(), 0)
+
+
+class SavedBlock:
+    """Gives the bytes of a block again, for what backward recomputes from its weights.
+
+    Args:
+        weights: all of the block, as they are now.
+        storage: as :class:`SavedView` takes it.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weight], storage: Callable[[], torch.UntypedStorage]
+    ) -> None:
+        self._seen = [(weight, _marks_of(weight.ref())) for weight in weights]
+        self._storage = storage
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage, with its bytes, and 0: it begins with the first one.
+
+        Raises:
+            SavedTensorModifiedError: a weight was changed since, in place or by other data.
+        """
+        for weight, marks in self._seen:
+            _check_unchanged(weight, marks)
+        return self._storage(), 0
+
+    def survives_a_change(self) -> bool:
+        """Return True: what is read is looked at then."""
+        return True
+
+
+def _check_unchanged(weight: Weight, marks: tuple[int, int]) -> None:
+    parameter = weight.ref()
+    if parameter is not None and _marks_of(parameter) != marks:
+        raise SavedTensorModifiedError(
+            f"{weight.name!r} was changed between forward and backward, and backward "
+            "needs it as it was. Change weights before forward, or after backward.",
+            key="streamed-weight-changed",
+        )
 
 
 class Block:

@@ -32,7 +32,7 @@ from hf_pyao.engine.transfer.layout import Layouts
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, SavedView, Weight, weights_by_parameter
+from hf_pyao.engine.weights.blocks import Block, SavedBlock, SavedView, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_block import DeviceBlock, HeldByGraph
 from hf_pyao.engine.weights.device_weight import key_of, lost_write
 from hf_pyao.engine.weights.figures import UploadFigures
@@ -481,6 +481,14 @@ class WeightRing(RingSchedule):
         weight = self.blocks[number].weight_at(int(tensor.storage_offset()) * tensor.itemsize)
         storage = functools.partial(self._storage_of, number)
         return SavedView(weight, self._layouts.of(tensor), storage)
+
+    def find_block(self, tensor: torch.Tensor) -> SavedBlock | None:
+        """Return what gives the bytes of *tensor*'s block again; None if it lies in none."""
+        number = self._by_key.get(key_of(tensor))
+        if number is None:
+            return None
+        storage = functools.partial(self._storage_of, number)
+        return SavedBlock(self.blocks[number].weights, storage)
 
     def _storage_of(self, block: int) -> torch.UntypedStorage:
         each = self.on_device[block]
